@@ -1,0 +1,170 @@
+"""Writes the hash-pinned requirement files; whoever changes a dependency runs it.
+
+`cpu.txt` is the source of truth for versions: one environment in which every service runs on a
+CPU. To change a version, edit its pin there (a hash may be left out), and run
+
+    python requirements/lock.py
+
+with an interpreter of the version that the files are for and a current pip. It then
+  - refreshes the hashes of `cpu.txt`, without changing a version;
+  - writes `build.txt`, `dev.txt` and `protos.txt`, resolved by pip from the dependency groups of
+    `pyproject.toml`; `dev.txt` never moves a pin of `cpu.txt`;
+  - writes `checkpoint.txt`, `generator.txt`, `reward.txt` and `learner.txt`: the part of `cpu.txt`
+    that a service needs, found by walking its extra's dependencies.
+
+Nothing is installed: versions and hashes come from pip's own dry-run report, so whatever index
+pip is set up with is the one that is asked, and no index is written into a file.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+HERE = Path(__file__).resolve().parent
+PYPROJECT = HERE.parent / "pyproject.toml"
+
+# Wanted by a pinned package's metadata, and left out on purpose: no service uses image, audio or
+# video input, and the builds of these that fit a CPU build of torch fail at import.
+OMITTED = frozenset(
+    {"opencv-python-headless", "torchaudio", "torchcodec", "torchvision", "triton"}
+)
+
+SERVICES = {
+    "checkpoint": (),
+    "generator": ("generator",),
+    "reward": ("reward",),
+    "learner": ("learner",),
+}
+
+
+class LockError(Exception):
+    """A requirement file that cannot be written as asked."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One distribution at one version, with the hash of the file that pip chooses here."""
+
+    name: str
+    version: str
+    sha256: str
+    requires: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        return f"{self.name}=={self.version} \\\n    --hash=sha256:{self.sha256}\n"
+
+
+def resolve(requirements: Iterable[str], *, constraints: Iterable[str] = (), deps: bool) -> list[Pin]:
+    """Asks pip what it would install for `requirements`, with hashes, sorted by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, bounds, report = (Path(folder, n) for n in ("wanted.txt", "bounds.txt", "report"))
+        wanted.write_text("\n".join(requirements) + "\n")
+        bounds.write_text("\n".join(constraints) + "\n")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
+        command += ["--ignore-installed", "--report", str(report), "-r", str(wanted)]
+        command += ["-c", str(bounds)] if deps else ["--no-deps"]
+        if subprocess.run(command, check=False).returncode:
+            raise LockError(f"pip could not resolve {sorted(requirements)[:5]} …: see its message")
+        found = json.loads(report.read_text())["install"]
+    return sorted((pin_of(item) for item in found), key=lambda pin: pin.name)
+
+
+def pin_of(item: dict) -> Pin:
+    meta = item["metadata"]
+    sha256 = item["download_info"].get("archive_info", {}).get("hashes", {}).get("sha256")
+    if not sha256:
+        raise LockError(f"{meta['name']} {meta['version']}: pip reported no sha256 of its file")
+    # A local version label (+cpu) names the build, which the hash already fixes; without it the
+    # same line also matches an index that serves that file under the public version.
+    version = meta["version"].partition("+")[0]
+    requires = tuple(meta.get("requires_dist", ()))
+    return Pin(canonicalize_name(meta["name"]), version, sha256, requires)
+
+
+def read_pins(path: Path) -> list[str]:
+    """The `name==version` part of each pin in a requirement file, hashed or not."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return [line.split()[0] for line in lines if line and not line.startswith("--")]
+
+
+def closure(roots: Iterable[str], pins: dict[str, Pin]) -> list[Pin]:
+    """The pins that `roots` need, directly or not; raises LockError where one is missing."""
+    todo = [(Requirement(text), "pyproject.toml") for text in roots]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    taken: dict[str, Pin] = {}
+    while todo:
+        requirement, parent = todo.pop()
+        name = canonicalize_name(requirement.name)
+        extras = frozenset(requirement.extras)
+        if name in OMITTED or (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        if name not in pins:
+            raise LockError(f"{parent} needs {requirement}, which cpu.txt lacks: add a pin for it")
+        taken[name] = pins[name]
+        todo += [(r, name) for r in map(Requirement, pins[name].requires) if applies(r, extras)]
+    return sorted(taken.values(), key=lambda pin: pin.name)
+
+
+def applies(requirement: Requirement, extras: frozenset[str]) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": e}) for e in extras or {""})
+
+
+def group(name: str, groups: dict[str, list]) -> list[str]:
+    """A dependency group of pyproject.toml with the groups that it includes."""
+    flat: list[str] = []
+    for entry in groups[name]:
+        flat += [entry] if isinstance(entry, str) else group(entry["include-group"], groups)
+    return flat
+
+
+def write(name: str, purpose: str, pins: Iterable[Pin]) -> None:
+    python = ".".join(platform.python_version_tuple()[:2])
+    head = (
+        f"# {purpose}\n"
+        f"# Written by requirements/lock.py for CPython {python} on Linux {platform.machine()}.\n"
+        "# Install with: pip install --no-deps --require-hashes --no-build-isolation -r FILE\n"
+        "# after build.txt, which a few source packages build with.\n"
+    )
+    Path(HERE, name).write_text(head + "".join(pin.line for pin in pins))
+
+
+def main() -> None:
+    project = tomllib.loads(PYPROJECT.read_text())
+    groups, base = project["dependency-groups"], project["project"]["dependencies"]
+    extras = project["project"]["optional-dependencies"]
+    cpu = resolve(read_pins(HERE / "cpu.txt"), deps=False)
+    by_name = {pin.name: pin for pin in cpu}
+    fixed = [f"{pin.name}=={pin.version}" for pin in cpu]
+
+    write("cpu.txt", "Every service on a CPU, the tests and `make run`: one environment.", cpu)
+    build = resolve(group("build", groups), constraints=fixed, deps=True)
+    write("build.txt", "The installer and the build backend; install this one first.", build)
+    dev = resolve(group("dev", groups), constraints=fixed, deps=True)
+    extra = [pin for pin in dev if pin.name not in by_name]
+    write("dev.txt", "What `make lint` needs beside cpu.txt.", extra)
+    protos = resolve(group("protos", groups), deps=True)
+    write("protos.txt", "The stub generator; stands in an environment of its own.", protos)
+    for service, names in SERVICES.items():
+        roots = base + [text for name in names for text in extras[name]]
+        write(f"{service}.txt", f"The {service} service on a CPU.", closure(roots, by_name))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LockError as error:
+        sys.exit(f"lock.py: {error}")
