@@ -1,0 +1,167 @@
+"""Reads a recipe file, applies ``--set a.b=value``, and turns every mistake into one clear error."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from offbeat.config.recipe import Recipe
+from offbeat.errors import ConfigError
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads the YAML file at `path` and applies overrides of the form ``a.b.c=value`` (value is YAML).
+
+    Relative paths in the recipe are resolved against the recipe's folder. Raises `ConfigError` naming the key, what
+    was found, and what is allowed.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"recipe {path}: can't be read ({error.strerror}); give the path of a YAML file") from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"recipe {path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"recipe {path}: expected a mapping at the top, found {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    _resolve_paths(tree, path.resolve().parent)
+    return parse_recipe(tree, source=str(path))
+
+
+def parse_recipe(tree: dict[str, Any], *, source: str) -> Recipe:
+    """Validates a recipe tree. Raises `ConfigError`."""
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        lines = [_describe(item) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML; `load_recipe` of it gives the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, raw = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override!r}: expected KEY=VALUE, such as learner.optimizer.lr=1e-5")
+    *parents, last = key.split(".")
+    node: Any = tree
+    for part in parents:
+        node = _child(node, part, override)
+    value = yaml.safe_load(raw) if raw else None
+    if isinstance(value, str):
+        value = _number(value)
+    if isinstance(node, list):
+        node[_index(node, last, override)] = value
+    else:
+        node[last] = value
+
+
+def _child(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, override)]
+    child = node.get(part)
+    if child is None:
+        child = node[part] = {}
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"--set {override!r}: {part} is the value {child!r}, not a section")
+    return child
+
+
+def _index(node: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"--set {override!r}: expected an index below {len(node)}, found {part!r}")
+    return int(part)
+
+
+def _number(value: str) -> str | float:
+    # YAML 1.1 reads 1e-5 as text; nobody who types it means text.
+    try:
+        return float(value) if value[:1] in "+-.0123456789" else value
+    except ValueError:
+        return value
+
+
+def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
+    """Makes paths of the recipe absolute, so that every process finds them whatever its folder is."""
+    places = [
+        (tree.get("model"), "path"),
+        (tree.get("learner"), "reference"),
+        *((source, "path") for source in _sources(tree.get("data"))),
+        *((function, "path") for function in _functions(tree.get("reward"))),
+        ((tree.get("learner") or {}).get("loss") if isinstance(tree.get("learner"), dict) else None, "path"),
+    ]
+    for node, key in places:
+        if not isinstance(node, dict) or not isinstance(node.get(key), str):
+            continue
+        value, separator, attribute = node[key].partition(":")
+        looks_like_module = separator and not value.endswith(".py")
+        if looks_like_module or Path(value).is_absolute():
+            continue
+        if (folder / value).exists() or value.endswith(".py"):
+            node[key] = str(folder / value) + separator + attribute
+
+
+def _sources(data: Any) -> list[Any]:
+    return [data.get("train"), data.get("heldout")] if isinstance(data, dict) else []
+
+
+def _functions(reward: Any) -> list[Any]:
+    functions = reward.get("functions") if isinstance(reward, dict) else None
+    return functions if isinstance(functions, list) else []
+
+
+def _describe(item: Any) -> str:
+    """One line of a pydantic error: key, what is wrong, what was found, what is allowed."""
+    key = ".".join(str(part) for part in item["loc"]) or "recipe"
+    if item["type"] == "extra_forbidden":
+        allowed = _allowed_keys(item["loc"][:-1])
+        close = difflib.get_close_matches(str(item["loc"][-1]), allowed, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        return f"{key}: unknown key; {hint}allowed here: {', '.join(allowed) or 'see the recipe reference'}"
+    found = item.get("input")
+    shown = "" if item["type"] in {"missing", "value_error"} else f", found {str(found)[:80]!r}"
+    return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}"
+
+
+def _allowed_keys(loc: Sequence[str | int]) -> list[str]:
+    """Keys of the settings model at `loc`; steps over list indices and the tags of unions."""
+    model: Any = Recipe
+    candidates: list[type[BaseModel]] = [Recipe]
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        found = _models(field.annotation) if field is not None else _by_tag(candidates, part)
+        if not found:
+            return []
+        candidates = found
+        model = found[0]
+    return sorted(model.model_fields)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    found: list[type[BaseModel]] = []
+    for argument in getattr(annotation, "__args__", ()):
+        found += _models(argument)
+    return found
+
+
+def _by_tag(candidates: list[type[BaseModel]], tag: str) -> list[type[BaseModel]]:
+    for model in candidates:
+        for key in ("name", "kind"):
+            field = model.model_fields.get(key)
+            if field is not None and tag in getattr(field.annotation, "__args__", ()):
+                return [model]
+    return []

@@ -1,0 +1,132 @@
+"""The recipe: everything that a run needs to know, and which combinations make no sense."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from offbeat.config.base import Settings
+from offbeat.config.data import DataSettings
+from offbeat.config.learner import LearnerSettings
+from offbeat.config.service import RedisSettings, TelemetrySettings
+from offbeat.config.workers import CheckpointServiceSettings, GeneratorSettings, RewardSettings
+
+
+class RunSettings(Settings):
+    """The run as a whole."""
+
+    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Part of the run's id.")
+    id: str | None = Field(
+        None, pattern=r"^[a-z0-9][a-z0-9_.-]{0,95}$", description="The run's id; null: name and time."
+    )
+    seed: int = Field(0, ge=0, description="Seed of data order, sampling, and initialisation.")
+    directory: str = Field("runs", description="Folder of all runs.")
+
+
+class ModelSettings(Settings):
+    """The policy."""
+
+    path: str = Field(description="Hugging Face folder, absolute or relative to the recipe's folder.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Type of the published weights and of the generator."
+    )
+    max_context: int = Field(1024, gt=0, description="Prompt and completion together, in tokens.")
+
+
+class SamplingSettings(Settings):
+    """How training completions are sampled."""
+
+    k: int = Field(2, ge=1, description="Completions per prompt.")
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_tokens: int = Field(gt=0, description="Longest completion, in tokens.")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
+
+    @property
+    def biased(self) -> bool:
+        """Whether the behaviour policy is not the softmax of the logits over the whole vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class ScheduleSettings(Settings):
+    """Steps and staleness."""
+
+    steps: int = Field(gt=0, description="Number of steps of the run.")
+    prompts_per_step: int = Field(gt=0, description="P: groups that one step trains.")
+    max_lag: int = Field(1, ge=0, description="Oldest weights that a step may train on, in steps.")
+    lag_mode: Literal["at_most", "exact"] = "at_most"
+    group_deadline_seconds: float = Field(
+        600.0, gt=0, description="A group that takes longer is given up (an empty place in its step)."
+    )
+
+
+class EvaluationSettings(Settings):
+    """Held-out evaluation during the run."""
+
+    every_steps: int | None = Field(None, gt=0, description="null: only at the start and at the end.")
+    at_start: bool = True
+    at_end: bool = True
+    prompts: int = Field(1000, gt=0, description="Held-out prompts at the start and at the end.")
+    prompts_during: int = Field(256, gt=0, description="Held-out prompts of the evaluations in between.")
+    greedy: bool = Field(True, description="Evaluate greedily: pass@1.")
+    sampled: bool = Field(True, description="Evaluate at the training temperature: pass@1.")
+    pass_threshold: float = Field(1.0, description="A completion passes when its total score reaches this.")
+    timeout_seconds: float = Field(600.0, gt=0, description="Longest wait for the results.")
+
+
+class PrepareSettings(Settings):
+    """How `offbeat prepare` makes the start policy. See `services.learner.prepare`."""
+
+    kind: Literal["sft"] = "sft"
+    params: dict[str, object] = Field(default_factory=dict)
+
+
+class Recipe(Settings):
+    """A whole run."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings
+    prepare: PrepareSettings | None = None
+    data: DataSettings
+    sampling: SamplingSettings
+    schedule: ScheduleSettings
+    evaluation: EvaluationSettings | None = None
+    learner: LearnerSettings
+    generator: GeneratorSettings = GeneratorSettings()
+    reward: RewardSettings
+    checkpoint: CheckpointServiceSettings = CheckpointServiceSettings()
+    redis: RedisSettings = RedisSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @property
+    def run_id(self) -> str:
+        """The run's id; set by whoever starts the run."""
+        if self.run.id is None:
+            raise ValueError("run.id is not set: `offbeat run` sets it, elsewhere give --set run.id=...")
+        return self.run.id
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "Recipe":
+        k, loss = self.sampling.k, self.learner.loss.name
+        if k < 2 and loss in {"online_dpo", "rloo", "proximal_rloo"}:
+            raise ValueError(f"sampling.k is {k}, but learner.loss {loss} compares completions: set k >= 2")
+        if self.learner.has_ratio and self.sampling.biased and not self.learner.allow_biased_ratio:
+            raise ValueError(
+                f"sampling.top_p, top_k, min_p cut the distribution, which biases the ratio of learner.loss {loss}: "
+                "set them to 1, 0, 0, or learner.allow_biased_ratio: true"
+            )
+        room = self.model.max_context - self.sampling.max_tokens
+        if room < 1:
+            raise ValueError(
+                f"sampling.max_tokens is {self.sampling.max_tokens}, model.max_context {self.model.max_context}: "
+                "no room is left for a prompt"
+            )
+        if self.evaluation is not None and self.data.heldout is None:
+            raise ValueError("evaluation needs data.heldout: give it, or remove evaluation")
+        if self.learner.batching.mini_batches > self.schedule.prompts_per_step:
+            raise ValueError(
+                f"learner.batching.mini_batches is {self.learner.batching.mini_batches}, more than "
+                f"schedule.prompts_per_step = {self.schedule.prompts_per_step}"
+            )
+        return self

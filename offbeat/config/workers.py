@@ -1,0 +1,110 @@
+"""Settings of the generator, the reward worker, and the checkpoint service."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from offbeat.config.base import Settings
+from offbeat.config.service import RpcSettings
+
+
+class VllmEngine(Settings):
+    """vLLM, on GPUs or a CPU."""
+
+    name: Literal["vllm"]
+    max_num_seqs: int = Field(128, ge=1, description="Completions that run at once.")
+    tensor_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1)
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="GPU only.")
+    kv_cache_memory_mb: int | None = Field(
+        None, gt=0, description="KV cache, MiB; null: from gpu_memory_utilization, 128 on a CPU."
+    )
+    enforce_eager: bool | None = Field(None, description="null: true on a CPU, false on GPUs.")
+    extra: dict[str, Any] = Field(default_factory=dict, description="Further arguments of vLLM's engine.")
+
+
+class TransformersEngine(Settings):
+    """Plain transformers: slow; for machines on which vLLM has no build."""
+
+    name: Literal["transformers"]
+    max_num_seqs: int = Field(32, ge=1, description="Completions that run at once.")
+
+
+class DeterministicEngine(Settings):
+    """No model: tokens are a function of weights digest, ordinal and seed. For fault tests."""
+
+    name: Literal["deterministic"]
+    max_num_seqs: int = Field(32, ge=1, description="Completions that run at once.")
+    min_tokens: int = Field(1, ge=1, description="Shortest completion.")
+    token_seconds: float = Field(0.0, ge=0, description="Time per token.")
+
+
+EngineSettings = Annotated[
+    VllmEngine | TransformersEngine | DeterministicEngine, Field(discriminator="name")
+]
+
+
+class GeneratorSettings(Settings):
+    """The generator's settings."""
+
+    engine: EngineSettings = VllmEngine(name="vllm")
+    replicas: int = Field(1, ge=0, description="Processes that `offbeat run` starts.")
+    weight_update: Literal["in_flight", "drain"] = Field(
+        "in_flight", description="Whether running completions go on over a weight update or end before it."
+    )
+    kv_on_update: Literal["keep", "recompute"] = Field(
+        "keep", description="KV cache of running completions at an update."
+    )
+    parity_tolerance: float = Field(
+        1e-3, gt=0, description="Largest difference of a log-prob to the learner's after an update, nats."
+    )
+    staging_directory: str | None = Field(
+        None, description="Where weights are staged; null: /dev/shm when it has room, else the run's folder."
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: shared out.")
+    rpc: RpcSettings = RpcSettings()
+
+    @model_validator(mode="after")
+    def _kv_used(self) -> "GeneratorSettings":
+        if "kv_on_update" in self.model_fields_set and self.weight_update == "drain":
+            raise ValueError("kv_on_update is not used with weight_update: drain; remove it")
+        return self
+
+
+class RewardFunction(Settings):
+    """One component of the reward: a built-in by `name`, or your own by `path`."""
+
+    name: str = Field(description="Name of a built-in, or the component's name when path is given.")
+    path: str | None = Field(None, description="module:function, or file.py:function.")
+    weight: float = Field(1.0, allow_inf_nan=False)
+    params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the built-in or function.")
+
+
+class RewardSettings(Settings):
+    """The reward worker's settings."""
+
+    functions: list[RewardFunction] = Field(min_length=1)
+    replicas: int = Field(1, ge=0, description="Processes that `offbeat run` starts.")
+    max_groups: int = Field(16, ge=1, description="Groups scored together.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: shared out.")
+    timeout_seconds: float = Field(300.0, gt=0, description="Longest time of one call of a function.")
+    rpc: RpcSettings = RpcSettings()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "RewardSettings":
+        names = [function.name for function in self.functions]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two reward functions have the same name: {names}; names must differ")
+        return self
+
+
+class CheckpointServiceSettings(Settings):
+    """The checkpoint service's settings."""
+
+    address: str | None = Field(
+        None, description="HOST:PORT of a running service; null: `offbeat run` starts one."
+    )
+    directory: str | None = Field(None, description="Where versions are kept; null: in the run's folder.")
+    keep_versions: int = Field(3, ge=1, description="Newest versions whose bytes are kept.")
+    lease_seconds: float = Field(600.0, gt=0, description="Longest time that an open fetch keeps its version.")
+    rpc: RpcSettings = RpcSettings()

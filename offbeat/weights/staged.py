@@ -1,0 +1,26 @@
+"""Weights that a receiver has fetched and verified, ready to be loaded by an engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.v1 import checkpoint_pb2 as checkpoint
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """The tensors of one version in one file: raw, little-endian, one after the other, as the manifest says.
+
+    An engine maps the file (`mmap`) and reads each tensor at its offset; nothing is copied before that.
+    """
+
+    path: Path
+    manifest: checkpoint.Manifest
+
+    @property
+    def version(self) -> int:
+        """Number of the version."""
+        return self.manifest.version
+
+    def discard(self) -> None:
+        """Removes the file."""
+        self.path.unlink(missing_ok=True)
