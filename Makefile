@@ -1,0 +1,131 @@
+# The one way in. `make run` on a fresh machine sets up what it needs; `make help` lists the targets.
+#
+# PYTHON       the interpreter that the environments are made with
+# TORCH_INDEX  one more package index for pip, where the default one serves no CPU build of torch
+# RECIPE       what `make run` runs; RUN_ARGS is passed on to `offbeat run`
+# PYTEST_ARGS  passed on to pytest
+
+PYTHON ?= python3.11
+VENV ?= .venv
+VENV_PROTOS ?= .venv-protos
+TORCH_INDEX ?=
+RECIPE ?= recipes/arithmetic_tiny.yaml
+RUN_ARGS ?=
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := $(VENV)/bin
+PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+LOCKED = $(PIP_INSTALL) --require-hashes
+
+# A stamp carries the hash of what it was installed from, so that a changed file installs again.
+digest = $(shell cat $(1) | sha256sum | cut -c1-16)
+CPU_STAMP := $(VENV)/.installed-cpu-$(call digest,requirements/build.txt requirements/cpu.txt)
+PROJECT_STAMP := $(VENV)/.installed-project-$(call digest,pyproject.toml)
+DEV_STAMP := $(VENV)/.installed-dev-$(call digest,requirements/dev.txt)
+PROTOS_STAMP := $(VENV_PROTOS)/.installed-$(call digest,requirements/protos.txt)
+
+.PHONY: help
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "%-14s %s\n", $$1, $$2}'
+
+## ---- environments
+
+$(CPU_STAMP):
+	@echo "installing the CPU environment into $(VENV): 2.6 GB, one to four minutes"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.installed-*
+	$(BIN)/$(LOCKED) -r requirements/build.txt
+	$(BIN)/$(LOCKED) -r requirements/cpu.txt
+	touch $@
+
+$(PROJECT_STAMP): $(CPU_STAMP)
+	rm -f $(VENV)/.installed-project-*
+	$(BIN)/$(PIP_INSTALL) --editable .
+	touch $@
+
+$(DEV_STAMP): $(CPU_STAMP)
+	rm -f $(VENV)/.installed-dev-*
+	$(BIN)/$(LOCKED) -r requirements/dev.txt
+	touch $@
+
+$(PROTOS_STAMP): $(wildcard requirements/protos.txt)
+	test -x $(VENV_PROTOS)/bin/python || $(PYTHON) -m venv $(VENV_PROTOS)
+	rm -f $(VENV_PROTOS)/.installed-*
+	$(VENV_PROTOS)/bin/$(LOCKED) -r requirements/protos.txt
+	touch $@
+
+.PHONY: runtime setup
+runtime: $(PROJECT_STAMP)
+setup: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Set up every environment
+
+## ---- run and test
+
+.PHONY: run test test-slow
+run: runtime ## Train the default recipe, from nothing
+	$(BIN)/offbeat run $(RECIPE) $(RUN_ARGS)
+
+test: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests, but for slow ones
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests that take minutes
+	$(BIN)/python -m pytest -m 'slow and not docker' $(PYTEST_ARGS)
+
+## ---- lint
+
+PY_CODE := $(wildcard offbeat services tests benchmarks requirements)
+
+.PHONY: lint lint-style lint-types lint-imports lint-protos format
+lint: lint-style lint-types lint-imports lint-protos ## Check style, types, imports and contracts
+
+lint-style: $(DEV_STAMP)
+	$(BIN)/ruff check $(PY_CODE)
+	$(BIN)/ruff format --check $(PY_CODE)
+
+lint-types: $(PROJECT_STAMP) $(DEV_STAMP)
+	$(BIN)/mypy
+
+lint-imports: $(DEV_STAMP)
+	$(BIN)/lint-imports --no-cache
+
+lint-protos: $(DEV_STAMP) $(PROTOS_STAMP)
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protos/baseline.binpb
+	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && $(call generate,$$scratch) && \
+	diff -r -x __init__.py -x __pycache__ "$$scratch/offbeat/v1" offbeat/v1 || \
+	{ echo "offbeat/v1 is not what protos/ generates: run 'make protos'"; exit 1; }
+
+format: $(DEV_STAMP) ## Format the code and sort its imports
+	$(BIN)/ruff check --fix $(PY_CODE)
+	$(BIN)/ruff format $(PY_CODE)
+
+## ---- contracts
+
+PROTO_FILES := $(sort $(wildcard protos/offbeat/v1/*.proto))
+# protoc finds the mypy plug-ins on PATH. "quiet" leaves one line per file out of the log.
+generate = PATH="$(CURDIR)/$(VENV_PROTOS)/bin:$$PATH" python -m grpc_tools.protoc -Iprotos \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+	$(PROTO_FILES)
+
+.PHONY: protos protos-baseline
+protos: $(PROTOS_STAMP) ## Generate offbeat/v1 from protos/
+	rm -f offbeat/v1/*_pb2*
+	$(call generate,.)
+
+protos-baseline: $(DEV_STAMP) ## At a release: make today's contracts the ones not to break
+	$(BIN)/buf build -o protos/baseline.binpb
+
+## ---- the rest
+
+.PHONY: lock clean
+lock: $(CPU_STAMP) ## Write the requirement files again
+	$(BIN)/python requirements/lock.py
+
+clean: ## Remove environments, caches and builds; runs/ stays
+	rm -rf $(VENV) $(VENV_PROTOS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
