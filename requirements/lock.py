@@ -36,9 +36,7 @@ PYPROJECT = HERE.parent / "pyproject.toml"
 
 # Wanted by a pinned package's metadata, and left out on purpose: no service uses image, audio or
 # video input, and the builds of these that fit a CPU build of torch fail at import.
-OMITTED = frozenset(
-    {"opencv-python-headless", "torchaudio", "torchcodec", "torchvision", "triton"}
-)
+OMITTED = frozenset({"opencv-python-headless", "torchaudio", "torchcodec", "torchvision", "triton"})
 
 SERVICES = {
     "checkpoint": (),
@@ -66,7 +64,7 @@ class Pin:
         return f"{self.name}=={self.version} \\\n    --hash=sha256:{self.sha256}\n"
 
 
-def resolve(requirements: Iterable[str], *, constraints: Iterable[str] = (), deps: bool) -> list[Pin]:
+def resolve(requirements: list[str], *, constraints: Iterable[str] = (), deps: bool) -> list[Pin]:
     """Asks pip what it would install for `requirements`, with hashes, sorted by name."""
     with tempfile.TemporaryDirectory() as folder:
         wanted, bounds, report = (Path(folder, n) for n in ("wanted.txt", "bounds.txt", "report"))
@@ -76,7 +74,7 @@ def resolve(requirements: Iterable[str], *, constraints: Iterable[str] = (), dep
         command += ["--ignore-installed", "--report", str(report), "-r", str(wanted)]
         command += ["-c", str(bounds)] if deps else ["--no-deps"]
         if subprocess.run(command, check=False).returncode:
-            raise LockError(f"pip could not resolve {sorted(requirements)[:5]} …: see its message")
+            raise LockError(f"pip could not resolve {requirements[:5]} …: see its message")
         found = json.loads(report.read_text())["install"]
     return sorted((pin_of(item) for item in found), key=lambda pin: pin.name)
 
