@@ -70,7 +70,8 @@ class EvaluationSettings(Settings):
     prompts: int = Field(1000, gt=0, description="Held-out prompts at the start and at the end.")
     prompts_during: int = Field(256, gt=0, description="Held-out prompts of the evaluations in between.")
     greedy: bool = Field(True, description="Evaluate greedily: pass@1.")
-    sampled: bool = Field(True, description="Evaluate at the training temperature: pass@1.")
+    sampled: bool = Field(True, description="Evaluate at the training temperature: pass@1, pass@k.")
+    k: int = Field(1, ge=1, description="Completions per prompt of the sampled evaluation.")
     pass_threshold: float = Field(1.0, description="A completion passes when its total score reaches this.")
     timeout_seconds: float = Field(600.0, gt=0, description="Longest wait for the results.")
 

@@ -1,0 +1,335 @@
+"""Rank 0's dealings with the other services: issues cohorts, gathers groups, publishes versions, settles entries.
+
+Everything here runs on one event loop in a thread of its own, so that streams and publishing go on while the learner
+trains. Decisions are made in `cohorts` and `evaluation`; this module only carries them out.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offbeat.config import Recipe
+from offbeat.errors import BacklogFull, ServiceUnavailable
+from offbeat.streams.base import Delivery, LearnerStreams, Member
+from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.v1 import samples_pb2 as samples
+from offbeat.weights.client import CheckpointClient
+from services.learner.cohorts import Cohorts, Place, Verdict
+from services.learner.evaluation import Evaluation, Evaluator
+from services.learner.ledger import Ledger
+from services.learner.tasks import TaskMaker
+
+log = logging.getLogger(__name__)
+
+REISSUE_SECONDS = 60.0
+"""Time without a new result after which absent ordinals are looked for; also done after every reconnect."""
+OUTAGE_SECONDS = 600.0
+"""Longest outage of Redis that the learner sits out."""
+PUBLISH_SECONDS = 600.0
+"""Longest time for a publish, restarts of the checkpoint service included."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Weights to publish: the manifest as far as the learner knows it, and the tensors' bytes in its order."""
+
+    manifest: checkpoint.Manifest
+    buffers: list[Any]
+
+
+class Coordinator:
+    """See the module. Made and used on its event loop."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        streams: LearnerStreams,
+        weights: CheckpointClient,
+        cohorts: Cohorts,
+        tasks: TaskMaker,
+        evaluator: Evaluator | None,
+        on_evaluation: Callable[[Evaluation, dict[str, float]], None],
+    ) -> None:
+        self._recipe = recipe
+        self._streams = streams
+        self._weights = weights
+        self.cohorts = cohorts
+        self._tasks = tasks
+        self._evaluator = evaluator
+        self._on_evaluation = on_evaluation
+        self._arrived = asyncio.Condition()
+        self._last_arrival = time.monotonic()
+        self._issued_at: dict[int, float] = {}
+        self._unsettled: list[tuple[int, int, Delivery | None]] = []
+        self._unsettled_bytes = 0
+        self._collector: asyncio.Task[None] | None = None
+        self.members: list[Member] = []
+        self.term = 0
+        self.ledger: Ledger | None = None
+
+    # --- start and end ---------------------------------------------------------------------------------------------
+
+    async def start(self, *, learner_id: str, term_floor: int, needed_bytes: int) -> int:
+        """Takes over the run: a new term, everywhere. Returns the term."""
+        await self._streams.prepare(needed_bytes=needed_bytes)
+        floor = max(self.cohorts.lineage.versions, default=0)
+        reply = await self._weights.acquire_learner(learner_id, term_floor=term_floor, version_floor=floor)
+        self.term = reply.term
+        await self._streams.begin_term(self.term)
+        self._collector = asyncio.create_task(self._collect(), name="collector")
+        return self.term
+
+    async def close(self, *, finished: bool) -> None:
+        """Ends the collector and the connections; `finished` tells the workers that the run is over."""
+        if self._collector is not None:
+            self._collector.cancel()
+            await asyncio.gather(self._collector, return_exceptions=True)
+        if finished:
+            await self._streams.finish()
+        await self._streams.close()
+        await self._weights.close()
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    async def publish(self, publication: Publication, *, evaluate: bool, whole: bool) -> int:
+        """Publishes a version, opens its evaluation, and issues what it admits. Returns the version."""
+        given = publication.manifest
+        given.term = self.term
+        given.parent = max(self.cohorts.lineage.versions, default=0)
+        reply = await self._weights.publish(given, publication.buffers, deadline_seconds=PUBLISH_SECONDS)
+        version = reply.manifest.version
+        self.cohorts.lineage.add(version, given.step, given.update)
+        self._record("publish", version=version, parent=given.parent, step=given.step)
+        if evaluate and self._evaluator is not None:
+            opened = self._evaluator.start(step=given.step, version=version, term=self.term, whole=whole)
+            await self._issue(opened)
+        await self._admit()
+        return version
+
+    async def _admit(self) -> None:
+        for cohort in self.cohorts.admit():
+            ordinals, version = self.cohorts.ordinals(cohort), self.cohorts.min_version(cohort)
+            self._record("issue", cohort=cohort, first=ordinals[0], last=ordinals[-1], min_version=version)
+            await self._issue([self._task(ordinal, 0) for ordinal in ordinals])
+
+    def _task(self, ordinal: int, attempt: int) -> samples.PromptTask:
+        self._issued_at[ordinal] = time.monotonic()
+        cohort = ordinal // self._recipe.schedule.prompts_per_step
+        version = self.cohorts.min_version(cohort)
+        return self._tasks.make(ordinal, attempt=attempt, term=self.term, min_version=version)
+
+    async def _issue(self, tasks: list[samples.PromptTask]) -> None:
+        warned = False
+        while True:
+            try:
+                await self._streams.issue(tasks)
+                return
+            except BacklogFull as error:
+                if not warned:
+                    log.warning("issuing waits: %s", error)
+                warned = True
+                await asyncio.sleep(0.5)
+
+    # --- gathering -----------------------------------------------------------------------------------------------------
+
+    async def cohort(self, wait_seconds: float) -> list[tuple[int, Place]] | None:
+        """The next step's cohort, in ordinal order; None when it is not complete after `wait_seconds`."""
+        try:
+            async with asyncio.timeout(wait_seconds), self._arrived:
+                await self._arrived.wait_for(lambda: self._collector_died() or self.cohorts.complete())
+        except TimeoutError:
+            return None
+        self._raise_if_died()
+        step = self.cohorts.next_step
+        popped = self.cohorts.pop()
+        for ordinal, place in popped:
+            self._issued_at.pop(ordinal, None)
+            self._unsettled_bytes += place.group.ByteSize() if place.group is not None else 0
+            light = None if place.delivery is None else replace(place.delivery, record=None)
+            self._unsettled.append((step, ordinal, light))
+        return popped
+
+    async def evaluated(self, wait_seconds: float) -> bool:
+        """Whether no evaluation is open any more, after waiting up to `wait_seconds`."""
+        if self._evaluator is None:
+            return True
+        evaluator = self._evaluator
+        try:
+            async with asyncio.timeout(wait_seconds), self._arrived:
+                await self._arrived.wait_for(lambda: self._collector_died() or not evaluator.pending)
+        except TimeoutError:
+            return False
+        self._raise_if_died()
+        return True
+
+    def _collector_died(self) -> bool:
+        return self._collector is not None and self._collector.done()
+
+    def _raise_if_died(self) -> None:
+        if self._collector is not None and self._collector.done():
+            self._collector.result()
+
+    async def _collect(self) -> None:
+        try:
+            await self._collect_for_ever()
+        finally:
+            async with self._arrived:
+                self._arrived.notify_all()
+
+    async def _collect_for_ever(self) -> None:
+        checked = time.monotonic()
+        broken_since: float | None = None
+        while True:
+            try:
+                found = await self._streams.collect(limit=64, wait_seconds=1.0)
+                if broken_since is not None:
+                    await self._reissue_absent("Redis came back")
+                    broken_since = None
+                await self._handle(found)
+                idle = time.monotonic() - max(checked, self._last_arrival)
+                if idle > REISSUE_SECONDS:
+                    await self._reissue_absent("no result for a while")
+                    checked = time.monotonic()
+                self._give_up_late()
+                self.members = await self._streams.members()
+            except ServiceUnavailable as error:
+                broken_since = broken_since or time.monotonic()
+                if time.monotonic() - broken_since > OUTAGE_SECONDS:
+                    raise
+                log.warning("the streams can't be reached, trying again: %s", error)
+                await asyncio.sleep(0.5)
+
+    async def _handle(self, found: Iterable[Delivery]) -> None:
+        done: list[Delivery] = []
+        for delivery in found:
+            self._last_arrival = time.monotonic()
+            dead = isinstance(delivery.record, samples.DeadLetter)
+            keep = await (self._handle_dead(delivery) if dead else self._handle_group(delivery))
+            if not keep:
+                done.append(delivery)
+        if done:
+            await self._streams.settle(done, [])
+        async with self._arrived:
+            self._arrived.notify_all()
+
+    async def _handle_group(self, delivery: Delivery[samples.ScoredRollout]) -> bool:
+        """Whether the entry stays pending: True for an accepted group, False for all that can be settled at once."""
+        task = delivery.record.rollout.task
+        if task.kind == samples.TASK_KIND_EVALUATION:
+            if self._evaluator is not None:
+                self._finish_evaluation(self._evaluator.add(task, delivery.record.scores))
+            return False
+        problem = malformed(delivery.record)
+        if problem is None:
+            verdict = self.cohorts.add_group(delivery)
+            if verdict is Verdict.ACCEPTED:
+                return True
+            if verdict is Verdict.DUPLICATE:
+                log.info("ordinal %d attempt %d dropped: it has a result already", task.ordinal, task.attempt)
+                return False
+            problem = "generated by an abandoned version"
+        if task.ordinal in self.cohorts.missing():
+            attempt = self.cohorts.next_attempt(task.ordinal, task.attempt)
+            self._record("reissue", ordinal=task.ordinal, attempt=attempt, why=problem)
+            await self._streams.retire(delivery, self._task(task.ordinal, attempt))
+            return True
+        return False
+
+    async def _handle_dead(self, delivery: Delivery[samples.DeadLetter]) -> bool:
+        letter = delivery.record
+        if letter.kind == samples.TASK_KIND_EVALUATION:
+            log.warning("evaluation %s: prompt %d is dead: %s", letter.evaluation_id, letter.ordinal, letter.reason)
+            if self._evaluator is not None:
+                self._finish_evaluation(self._evaluator.add_dead(letter.evaluation_id, letter.ordinal))
+            return False
+        log.warning("ordinal %d is dead: %s", letter.ordinal, letter.reason)
+        return self.cohorts.add_dead(letter.ordinal, letter.reason, delivery) is Verdict.ACCEPTED
+
+    def _finish_evaluation(self, evaluation: Evaluation | None) -> None:
+        if evaluation is not None and self._evaluator is not None:
+            self._on_evaluation(evaluation, evaluation.metrics(self._evaluator.settings.pass_threshold))
+
+    # --- what gets lost ------------------------------------------------------------------------------------------------
+
+    async def _reissue_absent(self, why: str) -> None:
+        """Issues again what is expected and not under way in Redis: it was emptied, rolled back, or lost an entry."""
+        if self._evaluator is not None:
+            # An attempt number would tell nothing here: the first result wins, and issuing is idempotent.
+            await self._issue([task for open_one in self._evaluator.pending for task in open_one.unanswered])
+        in_flight = await self._streams.in_flight()
+        absent = [ordinal for ordinal in self.cohorts.missing() if ordinal not in in_flight]
+        if not absent:
+            return
+        log.warning("%d ordinals are issued again (%s): they were gone from Redis", len(absent), why)
+        attempts = {ordinal: self.cohorts.next_attempt(ordinal) for ordinal in absent}
+        for ordinal, attempt in attempts.items():
+            self._record("reissue", ordinal=ordinal, attempt=attempt, why=why)
+        await self._issue([self._task(ordinal, attempt) for ordinal, attempt in attempts.items()])
+
+    def _give_up_late(self) -> None:
+        """Groups past their deadline are normally given up by a worker; one that got lost is given up here."""
+        limit = self._recipe.schedule.group_deadline_seconds * 1.5
+        now = time.monotonic()
+        late = [ordinal for ordinal, at in self._issued_at.items() if now - at > limit]
+        for ordinal in late:
+            reason = f"no result {limit:g} s after it was issued (schedule.group_deadline_seconds and half again)"
+            if self.cohorts.add_dead(ordinal, reason) is Verdict.ACCEPTED:
+                log.warning("ordinal %d is dead: %s", ordinal, reason)
+            del self._issued_at[ordinal]
+
+    # --- settling ------------------------------------------------------------------------------------------------------
+
+    @property
+    def unsettled_bytes(self) -> int:
+        """Payload of trained groups that no durable checkpoint contains yet."""
+        return self._unsettled_bytes
+
+    async def settle(self, before_step: int) -> None:
+        """A durable checkpoint contains all steps below `before_step`: their entries go."""
+        done = [item for item in self._unsettled if item[0] < before_step]
+        self._unsettled = [item for item in self._unsettled if item[0] >= before_step]
+        if not self._unsettled:
+            self._unsettled_bytes = 0
+        deliveries = [delivery for _, _, delivery in done if delivery is not None]
+        await self._streams.settle(deliveries, [ordinal for _, ordinal, _ in done])
+
+    def _record(self, event: str, **fields: Any) -> None:
+        if self.ledger is not None:
+            self.ledger.write(event, **fields)
+
+
+def malformed(record: samples.ScoredRollout) -> str | None:
+    """Why a scored group can't be trained on: its parts do not fit together; None when they do."""
+    rollout = record.rollout
+    k = rollout.task.k
+    if len(rollout.completions) != k or len(record.scores) != k:
+        return f"expected {k} completions and scores, found {len(rollout.completions)} and {len(record.scores)}"
+    for index, completion in enumerate(rollout.completions):
+        tokens = len(completion.token_ids)
+        counted = sum(span.count for span in completion.version_spans)
+        if len(completion.logprobs) != tokens or counted != tokens:
+            return (
+                f"completion {index}: {tokens} tokens, {len(completion.logprobs)} log-probs, "
+                f"versions of {counted} tokens; expected the same number of each"
+            )
+    return None
+
+
+def waiting_fraction(members: Iterable[Member], role: str, earlier: Mapping[str, tuple[float, float]]) -> float | None:
+    """Mean share of the time since `earlier` (member -> waiting, uptime) that the workers of a role waited; None if unknown."""
+    shares = []
+    for member in members:
+        if member.role != role or "uptime_seconds" not in member.info:
+            continue
+        waited, uptime = float(member.info["waiting_seconds"]), float(member.info["uptime_seconds"])
+        waited_before, uptime_before = earlier.get(member.member_id, (0.0, 0.0))
+        if uptime > uptime_before:
+            shares.append((waited - waited_before) / (uptime - uptime_before))
+    return sum(shares) / len(shares) if shares else None
+
+
+

@@ -1,0 +1,39 @@
+"""The ledger: what happened to every ordinal and version, one JSON line an event. Written by `coordinator`, read by audit.
+
+A term has its own file, so that a learner that was replaced can't spoil the record of its successor. Events:
+
+    start       {term, step, parent: [term, step] | null}    this term trains from step on, from that checkpoint
+    issue       {cohort, first, last, min_version}
+    reissue     {ordinal, attempt, why}
+    step        {step, trained: [...], filtered: [...], dead: {ordinal: why}, lag: [...], versions: [...]}
+    publish     {version, parent, step}
+    checkpoint  {step, name}
+    finish      {step}
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Ledger:
+    """Appends events to ``<run>/ledger/<term>.jsonl``."""
+
+    def __init__(self, run_folder: Path, term: int) -> None:
+        folder = run_folder / "ledger"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"{term:06d}.jsonl").open("a", encoding="utf-8")
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Appends one event. It survives the end of this process at once, that of the machine after `sync`."""
+        self._file.write(json.dumps({"event": event, **fields}, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Makes all events durable; called before a checkpoint is committed."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

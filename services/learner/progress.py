@@ -1,0 +1,118 @@
+"""Where the run is, for people and for the service: progress, the files of metrics, and the hand on the brake."""
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from offbeat.v1 import learner_pb2 as learner
+
+log = logging.getLogger(__name__)
+
+
+class Controls:
+    """What a caller of the service asked for; the loop looks at it between steps."""
+
+    def __init__(self) -> None:
+        self._running = threading.Event()
+        self._running.set()
+        self.stop = threading.Event()
+        self.save_on_stop = True
+        self.save = threading.Event()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the loop shall stand still."""
+        return not self._running.is_set() and not self.stop.is_set()
+
+    def pause(self) -> None:
+        """Asks the loop to stand still after the present step."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        """Lets the loop go on."""
+        self._running.set()
+
+
+class Board:
+    """The present progress. Written by the loop's thread, read by the service; also tells watchers of changes."""
+
+    def __init__(self, *, total_steps: int, event_loop: asyncio.AbstractEventLoop) -> None:
+        self._lock = threading.Lock()
+        self._progress = learner.Progress(state=learner.LEARNER_STATE_STARTING, total_steps=total_steps)
+        self._event_loop = event_loop
+        self._changed = asyncio.Condition()
+        self._changes = 0
+        self.started = time.monotonic()
+        self.waiting_seconds = 0.0
+        self.checkpoint_step = 0
+
+    def read(self) -> learner.Progress:
+        """A copy of the present progress."""
+        with self._lock:
+            copy = learner.Progress()
+            copy.CopyFrom(self._progress)
+            return copy
+
+    def update(self, *, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
+        """Sets fields and merges metrics, then wakes the watchers. Thread-safe."""
+        with self._lock:
+            for name, value in fields.items():
+                setattr(self._progress, name, value)
+            for name, value in (metrics or {}).items():
+                self._progress.metrics[name] = value
+            self._progress.time_unix_ms = int(time.time() * 1000)
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._notify()))
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
+    async def watch(self) -> AsyncIterator[learner.Progress]:
+        """The present progress, then the newest one after each change."""
+        seen = -1
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._changes != seen)
+                seen = self._changes
+            yield self.read()
+
+
+class MetricsWriter:
+    """Writes ``metrics.jsonl`` always, and TensorBoard's event files where the package is there."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._file = (run_folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = _tensorboard(run_folder)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line: {"step", "time", <name>: value …}; NaN and infinity become null."""
+        values = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
+        line = {"step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(run_folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.info("TensorBoard is not installed; metrics go to metrics.jsonl alone")
+        return None
+    return SummaryWriter(str(run_folder / "tensorboard"))
