@@ -1,0 +1,26 @@
+"""A consistent host copy of the policy, as it is published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All tensors of the policy in the publish dtype, on the host, owned by the snapshot.
+
+    `tensors`: name as in the Hugging Face checkpoint -> contiguous CPU tensor; tied embeddings stand there once, as in
+    that checkpoint (no `lm_head.weight`). Empty on ranks other than 0. `parity`: the sequences and, for each,
+    log pi (temperature 1) of tokens 1 .. n-1.
+    """
+
+    tensors: dict[str, Tensor]
+    updates: int
+    parity: list[tuple[list[int], list[float]]]
+
+    def raw(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
+        """(name, dtype such as "bfloat16", shape, little-endian bytes without a copy) of each tensor, in a fixed order."""
+        raise NotImplementedError
