@@ -55,3 +55,7 @@ class ServiceUnavailable(OffbeatError):
 
 class CheckpointError(OffbeatError):
     """A checkpoint of the learner can't be written or read."""
+
+
+class ProcessFailed(OffbeatError):
+    """A process of a run ended and is not started again; the text shows the end of its log."""
