@@ -6,6 +6,7 @@ newer ones, so a sample that step c consumes is at most S steps old. Nothing els
 generated to be thrown away.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -56,9 +57,9 @@ class Lineage:
         """The first version that holds at least `step` steps."""
         return min(version for version, (steps, _) in self.versions.items() if steps >= step)
 
-    def oldest(self, group: samples.Rollout) -> int:
-        """Version of the group's oldest token; the newest version for a group without tokens."""
-        spans = [span.version for completion in group.completions for span in completion.version_spans]
+    def oldest(self, completions: Iterable[samples.Completion]) -> int:
+        """Version of the oldest token of the completions; the newest version when they have no tokens."""
+        spans = [span.version for completion in completions for span in completion.version_spans]
         return min(spans, default=max(self.versions))
 
 
@@ -166,7 +167,7 @@ class Cohorts:
         popped = [(ordinal, self._places.pop(ordinal)) for ordinal in self.ordinals(step)]
         for ordinal, place in popped:
             if place.group is not None:
-                lag = self.lag(step, place.group.rollout)
+                lag = self.lag(step, place.group.rollout.completions)
                 if not 0 <= lag <= self._max_lag:
                     raise LagExceeded(
                         f"ordinal {ordinal} of step {step} has lag {lag}, expected 0 .. {self._max_lag} (max_lag)"
@@ -174,10 +175,10 @@ class Cohorts:
         self._next_train += 1
         return popped
 
-    def lag(self, step: int, group: samples.Rollout) -> int:
-        """Steps between the weights that `step` starts from and those of the group's oldest token."""
-        return step - self.lineage.versions[self.lineage.oldest(group)][0]
+    def lag(self, step: int, completions: Iterable[samples.Completion]) -> int:
+        """Steps between the weights that `step` starts from and those of the completions' oldest token."""
+        return step - self.lineage.versions[self.lineage.oldest(completions)][0]
 
-    def lag_updates(self, update: int, group: samples.Rollout) -> int:
+    def lag_updates(self, update: int, completions: Iterable[samples.Completion]) -> int:
         """The same in optimizer updates, `update` being the updates done before the step."""
-        return update - self.lineage.versions[self.lineage.oldest(group)][1]
+        return update - self.lineage.versions[self.lineage.oldest(completions)][1]

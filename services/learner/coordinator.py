@@ -52,7 +52,6 @@ class Coordinator:
         cohorts: Cohorts,
         tasks: TaskMaker,
         evaluator: Evaluator | None,
-        on_evaluation: Callable[[Evaluation, dict[str, float]], None],
     ) -> None:
         self._recipe = recipe
         self._streams = streams
@@ -60,8 +59,9 @@ class Coordinator:
         self.cohorts = cohorts
         self._tasks = tasks
         self._evaluator = evaluator
-        self._on_evaluation = on_evaluation
+        self.on_evaluation: Callable[[Evaluation, dict[str, float]], None] = lambda evaluation, metrics: None
         self._arrived = asyncio.Condition()
+        self._publishing = asyncio.Lock()
         self._last_arrival = time.monotonic()
         self._issued_at: dict[int, float] = {}
         self._unsettled: list[tuple[int, int, Delivery | None]] = []
@@ -100,9 +100,10 @@ class Coordinator:
         given = publication.manifest
         given.term = self.term
         given.parent = max(self.cohorts.lineage.versions, default=0)
-        reply = await self._weights.publish(given, publication.buffers, deadline_seconds=PUBLISH_SECONDS)
-        version = reply.manifest.version
-        self.cohorts.lineage.add(version, given.step, given.update)
+        async with self._publishing:
+            reply = await self._weights.publish(given, publication.buffers, deadline_seconds=PUBLISH_SECONDS)
+            version = reply.manifest.version
+            self.cohorts.lineage.add(version, given.step, given.update)
         self._record("publish", version=version, parent=given.parent, step=given.step)
         if evaluate and self._evaluator is not None:
             opened = self._evaluator.start(step=given.step, version=version, term=self.term, whole=whole)
@@ -225,6 +226,10 @@ class Coordinator:
             return False
         problem = malformed(delivery.record)
         if problem is None:
+            if not self.cohorts.lineage.contains(delivery.record.rollout):
+                # A fast generator can answer with a version whose publish has not returned here yet.
+                async with self._publishing:
+                    pass
             verdict = self.cohorts.add_group(delivery)
             if verdict is Verdict.ACCEPTED:
                 return True
@@ -251,7 +256,7 @@ class Coordinator:
 
     def _finish_evaluation(self, evaluation: Evaluation | None) -> None:
         if evaluation is not None and self._evaluator is not None:
-            self._on_evaluation(evaluation, evaluation.metrics(self._evaluator.settings.pass_threshold))
+            self.on_evaluation(evaluation, evaluation.metrics(self._evaluator.settings.pass_threshold))
 
     # --- what gets lost ------------------------------------------------------------------------------------------------
 

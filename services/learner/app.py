@@ -1,0 +1,206 @@
+"""Puts the learner together, on every rank. Used by the entry point alone."""
+
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from types import FrameType
+
+from blake3 import blake3
+
+from offbeat.config import Recipe
+from offbeat.errors import ConfigError, OffbeatError
+from offbeat.rpc import RpcServer
+from offbeat.rpc.entry import run_folder, write_address
+from offbeat.streams.redis import RedisLearnerStreams
+from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.v1 import learner_pb2 as learner
+from offbeat.v1 import learner_pb2_grpc as learner_grpc
+from offbeat.weights.client import CheckpointClient
+from services.learner.background import Background
+from services.learner.checkpoints import Checkpoint, Checkpoints, Meta
+from services.learner.cohorts import Cohorts
+from services.learner.coordinator import Coordinator
+from services.learner.data.prompts import PromptMaker, usable
+from services.learner.data.sources import load_heldout, load_train
+from services.learner.evaluation import Evaluator
+from services.learner.ledger import Ledger
+from services.learner.loop import Loop
+from services.learner.model import check_model, load_tokenizer
+from services.learner.progress import Board, Controls, MetricsWriter
+from services.learner.ranks import Ranks, follow
+from services.learner.resume import check_settings, fixed_settings
+from services.learner.service import SERVICE_NAME, LearnerServicer
+from services.learner.tasks import TaskMaker
+from services.learner.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 24
+"""Of a completion in Redis: token id, log-prob, its part of the text, protobuf framing."""
+GROUP_OVERHEAD_BYTES = 2048
+STOPPED = 143
+"""Exit code of a learner that was told to stop before the run's end."""
+
+
+def run_rank(recipe: Recipe, *, rank: int, world: int) -> int:
+    """Runs one rank of the learner; returns the process's exit code."""
+    folder = run_folder(recipe)
+    folder.mkdir(parents=True, exist_ok=True)
+    check_model(recipe.model.path, max_context=recipe.model.max_context)
+    checkpoints = Checkpoints(folder, keep=recipe.learner.checkpoints.keep)
+    found = checkpoints.latest()
+    if found is not None:
+        check_settings(found, recipe)
+    trainer = Trainer(recipe, rank=rank, world=world)
+    if found is not None:
+        log.info("resuming from %s", found.path)
+        trainer.load(found.path)
+    try:
+        if rank > 0:
+            follow(trainer)
+            return 0
+        ranks = Ranks(trainer, world)
+        try:
+            return _run_first_rank(recipe, folder, ranks, checkpoints, found, world)
+        finally:
+            ranks.end()
+    finally:
+        trainer.close()
+
+
+def _run_first_rank(
+    recipe: Recipe, folder: Path, ranks: Ranks, checkpoints: Checkpoints, found: Checkpoint | None, world: int
+) -> int:
+    learner_id = f"{socket.gethostname()}-{os.getpid()}"
+    controls = Controls()
+    writer = MetricsWriter(folder)
+    _stop_on_signals(controls)
+    with Background() as background:
+        board = Board(total_steps=recipe.schedule.steps, event_loop=background.loop)
+        servicer = LearnerServicer(board, controls, run_id=recipe.run_id, learner_id=learner_id, ranks=world)
+        server = background.call(_serve(recipe, servicer, learner_id))
+        try:
+            loop = background.call(
+                _prepare(recipe, folder, ranks, background, board, controls, writer, checkpoints, found, learner_id)
+            )
+            background.call(server.health.set_ready(True))
+            finished = loop.run()
+            background.call(loop.coordinator.close(finished=finished))
+            if finished:
+                board.update(state=learner.LEARNER_STATE_FINISHED)
+            return 0 if finished else STOPPED
+        except OffbeatError as error:
+            board.update(state=learner.LEARNER_STATE_FAILED, error=str(error))
+            raise
+        finally:
+            writer.close()
+            background.call(server.stop(grace_seconds=2.0))
+
+
+def _stop_on_signals(controls: Controls) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        controls.stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+async def _serve(recipe: Recipe, servicer: LearnerServicer, learner_id: str) -> RpcServer:
+    server = RpcServer(
+        recipe.learner.rpc,
+        SERVICE_NAME,
+        lambda grpc_server: learner_grpc.add_LearnerServiceServicer_to_server(servicer, grpc_server),
+    )
+    await server.start()
+    write_address(recipe, "learner", "0", server.address)
+    log.info("listening on %s as %s", server.address, learner_id)
+    return server
+
+
+async def _prepare(
+    recipe: Recipe,
+    folder: Path,
+    ranks: Ranks,
+    background: Background,
+    board: Board,
+    controls: Controls,
+    writer: MetricsWriter,
+    checkpoints: Checkpoints,
+    found: Checkpoint | None,
+    learner_id: str,
+) -> Loop:
+    """Loads the data, takes over the run, and makes the loop."""
+    meta = found.meta() if found is not None else Meta(0, 0, 0, {}, [], settings=fixed_settings(recipe))
+    if recipe.redis.url is None or recipe.checkpoint.address is None:
+        raise ConfigError(
+            "the learner needs redis.url and checkpoint.address; `offbeat run` sets them, elsewhere give them in the recipe"
+        )
+    tokenizer = load_tokenizer(recipe.model.path)
+    maker = PromptMaker(recipe.data, tokenizer)
+    limit = min(recipe.data.max_prompt_tokens, recipe.model.max_context - recipe.sampling.max_tokens)
+    heldout_rows = load_heldout(recipe.data)
+    heldout = usable(heldout_rows, maker, limit=limit, what="data.heldout") if heldout_rows else []
+    rows = load_train(recipe.data, maker, {prompt.text for prompt in heldout})
+    prompts = usable(rows, maker, limit=limit, what="data.train")
+    cohorts = Cohorts(
+        prompts_per_step=recipe.schedule.prompts_per_step,
+        max_lag=recipe.schedule.max_lag,
+        total_steps=recipe.schedule.steps,
+        first_step=meta.step,
+    )
+    cohorts.lineage.versions.update(meta.lineage)
+    coordinator = Coordinator(
+        recipe,
+        streams=RedisLearnerStreams(recipe.redis.url, recipe.run_id, learner_id, recipe.redis),
+        weights=CheckpointClient(recipe.checkpoint.address, recipe.run_id, learner_id),
+        cohorts=cohorts,
+        tasks=TaskMaker(recipe, prompts),
+        evaluator=Evaluator(recipe, heldout) if recipe.evaluation is not None else None,
+    )
+    parent = [meta.term, meta.step] if found is not None else None
+    meta.term = await coordinator.start(learner_id=learner_id, term_floor=meta.term, needed_bytes=needed_bytes(recipe))
+    meta.history.append((meta.term, meta.step))
+    coordinator.ledger = Ledger(folder, meta.term)
+    coordinator.ledger.write("start", term=meta.term, step=meta.step, parent=parent)
+    log.info("term %d starts at step %d of %d", meta.term, meta.step, recipe.schedule.steps)
+    return Loop(
+        recipe,
+        run_folder=folder,
+        ranks=ranks,
+        background=background,
+        coordinator=coordinator,
+        board=board,
+        controls=controls,
+        writer=writer,
+        checkpoints=checkpoints,
+        meta=meta,
+        identity=identity(recipe, tokenizer),
+        first_sequences=[prompt.token_ids for prompt in prompts if len(prompt.token_ids) > 1][:8],
+    )
+
+
+def needed_bytes(recipe: Recipe) -> int:
+    """Redis memory that the cohorts of (max_lag + 1 + checkpoint interval) steps can take, in bytes."""
+    schedule, sampling = recipe.schedule, recipe.sampling
+    steps = schedule.max_lag + 1 + recipe.learner.checkpoints.every_steps
+    prompt = recipe.data.max_prompt_tokens * BYTES_PER_TOKEN
+    group = GROUP_OVERHEAD_BYTES + prompt + sampling.k * sampling.max_tokens * BYTES_PER_TOKEN
+    waiting = recipe.learner.checkpoints.max_unsettled_bytes + (schedule.max_lag + 1) * schedule.prompts_per_step * group
+    return min(steps * schedule.prompts_per_step * group, waiting)
+
+
+def identity(recipe: Recipe, tokenizer: object) -> checkpoint.Manifest:
+    """What all versions of the run share: run, tokenizer, chat template."""
+    files = sorted(Path(recipe.model.path).glob("*token*"))
+    hasher = blake3()
+    for file in files:
+        hasher.update(file.name.encode()).update(file.read_bytes())
+    template = getattr(tokenizer, "chat_template", None)
+    return checkpoint.Manifest(
+        run_id=recipe.run_id,
+        kind=checkpoint.WEIGHTS_KIND_FULL,
+        tokenizer_hash=hasher.digest(),
+        chat_template_hash=blake3(str(template).encode()).digest() if template else b"",
+    )

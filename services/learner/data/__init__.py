@@ -1,0 +1,1 @@
+"""Data sets: rows from a source (`sources`), prompts from rows (`prompts`)."""

@@ -1,0 +1,64 @@
+"""From scored groups as they arrive to the arrays that the trainer takes, and what they say about staleness."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from offbeat.v1 import samples_pb2 as samples
+from services.learner.batching import Group, Sample
+from services.learner.cohorts import Cohorts
+
+
+def to_group(cohorts: Cohorts, step: int, scored: samples.ScoredRollout) -> Group:
+    """A scored group as arrays, with the lag that its completions have at `step`."""
+    rollout = scored.rollout
+    return Group(
+        ordinal=rollout.task.ordinal,
+        prompt_token_ids=np.array(rollout.task.prompt_token_ids, dtype=np.int32),
+        completions=tuple(
+            Sample(
+                token_ids=np.array(completion.token_ids, dtype=np.int32),
+                behaviour_logprobs=np.array(completion.logprobs, dtype=np.float32),
+                reward=score.total,
+                lag=cohorts.lag(step, [completion]),
+                has_eos=completion.finish_reason == samples.FINISH_REASON_STOP,
+                loss_mask=np.frombuffer(completion.loss_mask, dtype=np.uint8) if completion.loss_mask else None,
+                reference_logprobs=_optional(completion.reference_logprobs),
+            )
+            for completion, score in zip(rollout.completions, scored.scores, strict=True)
+        ),
+    )
+
+
+def _optional(values: Sequence[float]) -> np.ndarray | None:
+    return np.array(values, dtype=np.float32) if len(values) else None
+
+
+def permuted(groups: Sequence[Group], generator: random.Random) -> list[Group]:
+    """The same groups with their rewards permuted over all completions: a control that must not learn."""
+    rewards = [sample.reward for group in groups for sample in group.completions]
+    generator.shuffle(rewards)
+    left = iter(rewards)
+    return [
+        replace(group, completions=tuple(replace(sample, reward=next(left)) for sample in group.completions))
+        for group in groups
+    ]
+
+
+def lag_metrics(
+    cohorts: Cohorts, step: int, update: int, scored: Sequence[samples.ScoredRollout]
+) -> dict[str, float]:
+    """Mean and maximum of lag (steps) and lag_updates (optimizer updates), and the histogram lag/count_<n>."""
+    if not scored:
+        return {}
+    lags = [cohorts.lag(step, group.rollout.completions) for group in scored]
+    updates = [cohorts.lag_updates(update, group.rollout.completions) for group in scored]
+    found = {
+        "lag/mean": sum(lags) / len(lags),
+        "lag/max": float(max(lags)),
+        "lag_updates/mean": sum(updates) / len(updates),
+        "lag_updates/max": float(max(updates)),
+    }
+    return found | {f"lag/count_{lag}": float(lags.count(lag)) for lag in sorted(set(lags))}

@@ -1,0 +1,345 @@
+"""The steps of a run, on rank 0: gather a cohort, train it, publish the weights, save when due. Read it top to bottom.
+
+Publishing and the commit of a checkpoint run in the background; a step waits for those of an earlier step only where
+it needs them.
+"""
+
+import logging
+import math
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offbeat.config import Recipe
+from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.v1 import learner_pb2 as learner
+from services.learner.background import Background
+from services.learner.batching import Group
+from services.learner.checkpoints import Checkpoints, Meta
+from services.learner.cohorts import Place
+from services.learner.coordinator import Coordinator, Publication, waiting_fraction
+from services.learner.evaluation import Evaluation
+from services.learner.groups import lag_metrics, permuted, to_group
+from services.learner.progress import Board, Controls, MetricsWriter
+from services.learner.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 5.0
+"""How often a waiting loop looks at the controls and keeps the other ranks awake."""
+PARITY_SEQUENCES = 8
+
+
+@dataclass
+class Clock:
+    """Where the time of the run went, in seconds."""
+
+    started: float = field(default_factory=time.monotonic)
+    waiting: float = 0.0
+
+    def waiting_fraction(self) -> float:
+        """Share of the time since the first step that was spent waiting for groups."""
+        return self.waiting / max(1e-9, time.monotonic() - self.started)
+
+
+class Loop:
+    """Trains from the step that the coordinator's cohorts start with to the end."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        run_folder: Path,
+        ranks: Ranks,
+        background: Background,
+        coordinator: Coordinator,
+        board: Board,
+        controls: Controls,
+        writer: MetricsWriter,
+        checkpoints: Checkpoints,
+        meta: Meta,
+        identity: checkpoint.Manifest,
+        first_sequences: Sequence[Sequence[int]],
+    ) -> None:
+        self._recipe = recipe
+        self._run_folder = run_folder
+        self._ranks = ranks
+        self._background = background
+        self.coordinator = coordinator
+        coordinator.on_evaluation = self.on_evaluation
+        self._board = board
+        self._controls = controls
+        self._writer = writer
+        self._checkpoints = checkpoints
+        self._meta = meta
+        self._identity = identity
+        self._parity = [list(sequence) for sequence in first_sequences][:PARITY_SEQUENCES]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._publishing: Future[int] | None = None
+        self._committing: Future[None] | None = None
+        self._saved_step = meta.step
+        self._saved_at = time.monotonic()
+        self._clock = Clock()
+        self._generator_before: dict[str, tuple[float, float]] = {}
+
+    # --- the run -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Trains to the end; False when it was stopped before."""
+        self._publish()
+        self._clock = Clock()
+        total = self._recipe.schedule.steps
+        while self._meta.step < total:
+            gathered = self._gather()
+            if gathered is None:
+                self._stop_early()
+                return False
+            self._step(gathered)
+        self._finish()
+        return True
+
+    def _step(self, gathered: list[tuple[int, Place]]) -> None:
+        started = time.monotonic()
+        self._board.update(state=learner.LEARNER_STATE_TRAINING)
+        step = self._meta.step
+        scored = [place.group for _, place in gathered if place.group is not None]
+        groups = [to_group(self.coordinator.cohorts, step, group) for group in scored]
+        metrics = self._ranks.train_step(self._control(groups, step))
+        metrics |= lag_metrics(self.coordinator.cohorts, step, self._meta.update, scored)
+        metrics |= self._reward_metrics(groups)
+        self._account(step, gathered)
+        self._parity = self._moved(groups) or self._parity
+        self._publish()
+        tokens = sum(len(sample.token_ids) for group in groups for sample in group.completions)
+        seconds = time.monotonic() - started
+        self._report(metrics, tokens=tokens, seconds=seconds)
+        self._save_if_due()
+
+    def _gather(self) -> list[tuple[int, Place]] | None:
+        """The next cohort; None when the run is to stop."""
+        started = time.monotonic()
+        self._board.update(state=learner.LEARNER_STATE_GATHERING)
+        while True:
+            if self._controls.stop.is_set():
+                return None
+            if self._controls.save.is_set():
+                self._save()
+            if self._controls.paused:
+                self._board.update(state=learner.LEARNER_STATE_PAUSED)
+                time.sleep(0.1)
+                continue
+            self._raise_if_failed()
+            gathered = self._background.call(self.coordinator.cohort(POLL_SECONDS))
+            waited = time.monotonic() - started
+            self._clock.waiting += waited
+            self._board.waiting_seconds = self._clock.waiting
+            started += waited
+            if gathered is not None:
+                return gathered
+            self._ranks.stay_awake()
+
+    def _raise_if_failed(self) -> None:
+        """A publish or commit that failed in the background ends the run here."""
+        for future in (self._publishing, self._committing):
+            if future is not None and future.done():
+                future.result()
+
+    # --- parts of a step -------------------------------------------------------------------------------------------------
+
+    def _control(self, groups: list[Group], step: int) -> list[Group]:
+        if not self._recipe.learner.permute_rewards:
+            return groups
+        return permuted(groups, random.Random(f"{self._recipe.run.seed}:{step}"))
+
+    def _account(self, step: int, gathered: list[tuple[int, Place]]) -> None:
+        """The step is done: counts it, and writes what became of each ordinal."""
+        dead = {ordinal: place.dead for ordinal, place in gathered if place.dead is not None}
+        trained = [(ordinal, place.group) for ordinal, place in gathered if place.group is not None]
+        cohorts = self.coordinator.cohorts
+        if self.coordinator.ledger is not None:
+            self.coordinator.ledger.write(
+                "step",
+                step=step,
+                trained=[ordinal for ordinal, _ in trained],
+                filtered=[],
+                dead=dead,
+                lag=[cohorts.lag(step, group.rollout.completions) for _, group in trained],
+                versions=sorted(
+                    {
+                        span.version
+                        for _, group in trained
+                        for completion in group.rollout.completions
+                        for span in completion.version_spans
+                    }
+                ),
+            )
+        counts = self._meta.counts
+        counts["trained"] = counts.get("trained", 0) + len(trained)
+        counts["dead"] = counts.get("dead", 0) + len(dead)
+        self._meta.step += 1
+        self._meta.update += self._recipe.learner.updates_per_step
+
+    def _reward_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        rewards = [sample.reward for group in groups for sample in group.completions]
+        if not rewards:
+            return {}
+        threshold = self._recipe.evaluation.pass_threshold if self._recipe.evaluation is not None else 1.0
+        mean = sum(rewards) / len(rewards)
+        variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+        return {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(variance),
+            "reward/pass": sum(reward >= threshold for reward in rewards) / len(rewards),
+        }
+
+    def _moved(self, groups: Sequence[Group]) -> list[list[int]]:
+        """Sequences that this step's update moved: best and worst of groups with a signal. They check the next version."""
+        sequences: list[list[int]] = []
+        for group in groups:
+            ordered = sorted(group.completions, key=lambda sample: sample.reward)
+            if ordered[0].reward < ordered[-1].reward:
+                prompt = [int(token) for token in group.prompt_token_ids]
+                sequences += [prompt + [int(token) for token in sample.token_ids] for sample in (ordered[0], ordered[-1])]
+            if len(sequences) >= PARITY_SEQUENCES:
+                break
+        return sequences[:PARITY_SEQUENCES]
+
+    def _publish(self) -> None:
+        """Takes a snapshot and publishes it in the background."""
+        if self._publishing is not None:
+            self._publishing.result()
+        step, total = self._meta.step, self._recipe.schedule.steps
+        snapshot = self._ranks.snapshot(self._parity)
+        manifest = checkpoint.Manifest()
+        manifest.CopyFrom(self._identity)
+        manifest.step, manifest.update = step, self._meta.update
+        manifest.publish_id = f"{self._meta.term}-{step}"
+        snapshot.describe(manifest, tolerance=self._recipe.generator.parity_tolerance)
+        whole = step in {0, total}
+        publication = Publication(manifest, snapshot.buffers)
+        self._publishing = self._background.start(
+            self.coordinator.publish(publication, evaluate=self._evaluates(step), whole=whole)
+        )
+
+    def _evaluates(self, step: int) -> bool:
+        settings = self._recipe.evaluation
+        if settings is None:
+            return False
+        if step == 0:
+            return settings.at_start
+        if step == self._recipe.schedule.steps:
+            return settings.at_end
+        return settings.every_steps is not None and step % settings.every_steps == 0
+
+    # --- reporting -----------------------------------------------------------------------------------------------------
+
+    def _report(self, metrics: dict[str, float], *, tokens: int, seconds: float) -> None:
+        now = time.monotonic()
+        wall = now - getattr(self, "_reported_at", self._clock.started)
+        self._reported_at = now
+        metrics |= {
+            "time/step_seconds": wall,
+            "time/work_seconds": seconds,
+            "tokens_per_second": tokens / max(1e-9, wall),
+            "wait/learner": self._clock.waiting_fraction(),
+            "version": float(max(self.coordinator.cohorts.lineage.versions, default=0)),
+            "outstanding": float(self.coordinator.cohorts.outstanding),
+        }
+        waiting = waiting_fraction(self.coordinator.members, "generator", self._generator_before)
+        if waiting is not None:
+            metrics["wait/generator"] = waiting
+        self._writer.write(self._meta.step, metrics)
+        self._board.update(
+            step=self._meta.step,
+            update=self._meta.update,
+            version=int(metrics["version"]),
+            outstanding=int(metrics["outstanding"]),
+            metrics=metrics,
+            **self._meta.counts,
+        )
+
+    def on_evaluation(self, evaluation: Evaluation, metrics: dict[str, float]) -> None:
+        """The results of an evaluation have arrived (called on the background's thread)."""
+        log.info(
+            "evaluation %s at step %d: pass@1 %.3f",
+            evaluation.mode, evaluation.step, metrics[f"eval/{evaluation.mode}/pass@1"],
+        )  # fmt: skip
+        self._writer.write(evaluation.step, metrics)
+        ends = {0: "start", self._recipe.schedule.steps: "end"}
+        named = {f"{name}_{ends[evaluation.step]}": value for name, value in metrics.items()} if evaluation.step in ends else {}
+        self._board.update(metrics=metrics | named)
+
+    # --- checkpoints and the end -----------------------------------------------------------------------------------------
+
+    def _save_if_due(self) -> None:
+        settings = self._recipe.learner.checkpoints
+        if (
+            self._meta.step - self._saved_step >= settings.every_steps
+            or time.monotonic() - self._saved_at >= settings.every_minutes * 60
+            or self.coordinator.unsettled_bytes >= settings.max_unsettled_bytes
+            or self._controls.save.is_set()
+        ):
+            self._save()
+
+    def _save(self) -> None:
+        """Writes the state now, and commits it in the background."""
+        if self._committing is not None:
+            self._committing.result()
+        partial = self._checkpoints.begin(self._meta.term, self._meta.step)
+        self._ranks.save(partial)
+        assert self._publishing is not None
+        self._publishing.result()
+        self._meta.lineage = dict(self.coordinator.cohorts.lineage.versions)
+        meta = Meta.parse(self._meta.dump())
+        self._saved_step, self._saved_at = self._meta.step, time.monotonic()
+        self._committing = self._pool.submit(self._commit, partial, meta)
+        self._controls.save.clear()
+
+    def _commit(self, partial: Path, meta: Meta) -> None:
+        ledger = self.coordinator.ledger
+        if ledger is not None:
+            ledger.sync()
+        committed = self._checkpoints.commit(partial, meta)
+        if ledger is not None:
+            ledger.write("checkpoint", step=meta.step, name=committed.path.name)
+        self._background.call(self.coordinator.settle(meta.step))
+        self._board.checkpoint_step = meta.step
+        self._board.update()
+
+    def _stop_early(self) -> None:
+        log.info("stopping at step %d, as asked", self._meta.step)
+        if self._controls.save_on_stop and self._saved_step != self._meta.step:
+            self._save()
+        self._drain()
+
+    def _finish(self) -> None:
+        """The last evaluation, the last checkpoint, the exported model."""
+        assert self._publishing is not None
+        self._publishing.result()
+        self._board.update(state=learner.LEARNER_STATE_EVALUATING)
+        if self._recipe.evaluation is not None:
+            self._await_evaluation(self._recipe.evaluation.timeout_seconds)
+        if self._saved_step != self._meta.step:
+            self._save()
+        self._drain()
+        self._ranks.export(self._run_folder / "export")
+        if self.coordinator.ledger is not None:
+            self.coordinator.ledger.write("finish", step=self._meta.step)
+
+    def _await_evaluation(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._controls.stop.is_set():
+            if self._background.call(self.coordinator.evaluated(min(POLL_SECONDS, max(0.1, end - time.monotonic())))):
+                return
+            self._ranks.stay_awake()
+        log.error("the last evaluation had no complete result after %g s; it is left out", seconds)
+
+    def _drain(self) -> None:
+        if self._committing is not None:
+            self._committing.result()
+        self._pool.shutdown()
+
+
