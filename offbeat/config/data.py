@@ -40,7 +40,8 @@ class DataSettings(Settings):
 
     train: Source
     heldout: Source | None = Field(
-        None, description="Prompts for evaluation. Prompts that stand here too are taken out of train."
+        None,
+        description="Prompts for evaluation. Prompts that stand here too are taken out of train.",
     )
     prompt: str = Field(
         "{prompt}", description="Format string over the columns that makes the prompt's text."

@@ -39,9 +39,7 @@ class CustomLoss(Settings):
     uses_ratio: bool = Field(True, description="False: it needs no behaviour log-probs.")
 
 
-LossSettings = Annotated[
-    OnlineDPO | RLOO | ProximalRLOO | CustomLoss, Field(discriminator="name")
-]
+LossSettings = Annotated[OnlineDPO | RLOO | ProximalRLOO | CustomLoss, Field(discriminator="name")]
 
 
 class OptimizerSettings(Settings):
@@ -102,7 +100,9 @@ class LearnerSettings(Settings):
         False, description="Control experiment: permute the rewards of each step at random."
     )
     mismatch_kl_alarm: float = Field(
-        0.01, gt=0, description="Alarm above this KL between engine and learner at one version, nats."
+        0.01,
+        gt=0,
+        description="Alarm above this KL between engine and learner at one version, nats.",
     )
     rpc: RpcSettings = RpcSettings()
 

@@ -22,13 +22,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"recipe {path}: can't be read ({error.strerror}); give the path of a YAML file") from error
+        raise ConfigError(
+            f"recipe {path}: can't be read ({error.strerror}); give the path of a YAML file"
+        ) from error
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"recipe {path}: expected a mapping at the top, found {type(tree).__name__}")
+        raise ConfigError(
+            f"recipe {path}: expected a mapping at the top, found {type(tree).__name__}"
+        )
     for override in overrides:
         _apply(tree, override)
     _resolve_paths(tree, path.resolve().parent)
@@ -52,7 +56,9 @@ def dump_recipe(recipe: Recipe) -> str:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, raw = override.partition("=")
     if not separator or not key:
-        raise ConfigError(f"--set {override!r}: expected KEY=VALUE, such as learner.optimizer.lr=1e-5")
+        raise ConfigError(
+            f"--set {override!r}: expected KEY=VALUE, such as learner.optimizer.lr=1e-5"
+        )
     *parents, last = key.split(".")
     node: Any = tree
     for part in parents:
@@ -79,7 +85,9 @@ def _child(node: Any, part: str, override: str) -> Any:
 
 def _index(node: list[Any], part: str, override: str) -> int:
     if not part.isdigit() or int(part) >= len(node):
-        raise ConfigError(f"--set {override!r}: expected an index below {len(node)}, found {part!r}")
+        raise ConfigError(
+            f"--set {override!r}: expected an index below {len(node)}, found {part!r}"
+        )
     return int(part)
 
 
@@ -98,7 +106,12 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
         (tree.get("learner"), "reference"),
         *((source, "path") for source in _sources(tree.get("data"))),
         *((function, "path") for function in _functions(tree.get("reward"))),
-        ((tree.get("learner") or {}).get("loss") if isinstance(tree.get("learner"), dict) else None, "path"),
+        (
+            (tree.get("learner") or {}).get("loss")
+            if isinstance(tree.get("learner"), dict)
+            else None,
+            "path",
+        ),
     ]
     for node, key in places:
         if not isinstance(node, dict) or not isinstance(node.get(key), str):
@@ -107,8 +120,8 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
         looks_like_module = separator and not value.endswith(".py")
         if looks_like_module or Path(value).is_absolute():
             continue
-        if (folder / value).exists() or value.endswith(".py"):
-            node[key] = str(folder / value) + separator + attribute
+        # A folder that isn't there yet (a model still to be prepared) has its place all the same.
+        node[key] = str((folder / value).resolve()) + separator + attribute
 
 
 def _sources(data: Any) -> list[Any]:

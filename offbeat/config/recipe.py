@@ -14,9 +14,13 @@ from offbeat.config.workers import CheckpointServiceSettings, GeneratorSettings,
 class RunSettings(Settings):
     """The run as a whole."""
 
-    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Part of the run's id.")
+    name: str = Field(
+        "run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Part of the run's id."
+    )
     id: str | None = Field(
-        None, pattern=r"^[a-z0-9][a-z0-9_.-]{0,95}$", description="The run's id; null: name and time."
+        None,
+        pattern=r"^[a-z0-9][a-z0-9_.-]{0,95}$",
+        description="The run's id; null: name and time.",
     )
     seed: int = Field(0, ge=0, description="Seed of data order, sampling, and initialisation.")
     directory: str = Field("runs", description="Folder of all runs.")
@@ -25,7 +29,9 @@ class RunSettings(Settings):
 class ModelSettings(Settings):
     """The policy."""
 
-    path: str = Field(description="Hugging Face folder, absolute or relative to the recipe's folder.")
+    path: str = Field(
+        description="Hugging Face folder, absolute or relative to the recipe's folder."
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Type of the published weights and of the generator."
     )
@@ -57,22 +63,30 @@ class ScheduleSettings(Settings):
     max_lag: int = Field(1, ge=0, description="Oldest weights that a step may train on, in steps.")
     lag_mode: Literal["at_most", "exact"] = "at_most"
     group_deadline_seconds: float = Field(
-        600.0, gt=0, description="A group that takes longer is given up (an empty place in its step)."
+        600.0,
+        gt=0,
+        description="A group that takes longer is given up (an empty place in its step).",
     )
 
 
 class EvaluationSettings(Settings):
     """Held-out evaluation during the run."""
 
-    every_steps: int | None = Field(None, gt=0, description="null: only at the start and at the end.")
+    every_steps: int | None = Field(
+        None, gt=0, description="null: only at the start and at the end."
+    )
     at_start: bool = True
     at_end: bool = True
     prompts: int = Field(1000, gt=0, description="Held-out prompts at the start and at the end.")
-    prompts_during: int = Field(256, gt=0, description="Held-out prompts of the evaluations in between.")
+    prompts_during: int = Field(
+        256, gt=0, description="Held-out prompts of the evaluations in between."
+    )
     greedy: bool = Field(True, description="Evaluate greedily: pass@1.")
     sampled: bool = Field(True, description="Evaluate at the training temperature: pass@1, pass@k.")
     k: int = Field(1, ge=1, description="Completions per prompt of the sampled evaluation.")
-    pass_threshold: float = Field(1.0, description="A completion passes when its total score reaches this.")
+    pass_threshold: float = Field(
+        1.0, description="A completion passes when its total score reaches this."
+    )
     timeout_seconds: float = Field(600.0, gt=0, description="Longest wait for the results.")
 
 
@@ -104,14 +118,18 @@ class Recipe(Settings):
     def run_id(self) -> str:
         """The run's id; set by whoever starts the run."""
         if self.run.id is None:
-            raise ValueError("run.id is not set: `offbeat run` sets it, elsewhere give --set run.id=...")
+            raise ValueError(
+                "run.id is not set: `offbeat run` sets it, elsewhere give --set run.id=..."
+            )
         return self.run.id
 
     @model_validator(mode="after")
     def _combinations(self) -> "Recipe":
         k, loss = self.sampling.k, self.learner.loss.name
         if k < 2 and loss in {"online_dpo", "rloo", "proximal_rloo"}:
-            raise ValueError(f"sampling.k is {k}, but learner.loss {loss} compares completions: set k >= 2")
+            raise ValueError(
+                f"sampling.k is {k}, but learner.loss {loss} compares completions: set k >= 2"
+            )
         if self.learner.has_ratio and self.sampling.biased and not self.learner.allow_biased_ratio:
             raise ValueError(
                 f"sampling.top_p, top_k, min_p cut the distribution, which biases the ratio of learner.loss {loss}: "

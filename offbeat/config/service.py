@@ -10,12 +10,17 @@ from offbeat.config.base import Settings
 class RpcSettings(Settings):
     """A service's gRPC port. `advertise` is what others dial, which is not what a server binds to."""
 
-    bind: str = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0: the system chooses.")
+    bind: str = Field(
+        "127.0.0.1:0", description="HOST:PORT to listen on; port 0: the system chooses."
+    )
     advertise: str | None = Field(
-        None, description="HOST:PORT told to others; null: the bound address (0.0.0.0 becomes the host's name)."
+        None,
+        description="HOST:PORT told to others; null: the bound address (0.0.0.0 becomes the host's name).",
     )
     reflection: bool = Field(True, description="Serve gRPC reflection, for grpcurl and the like.")
-    metrics_port: int | None = Field(None, ge=0, le=65535, description="Prometheus port; null: none.")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="Prometheus port; null: none."
+    )
     drain_seconds: float = Field(20.0, gt=0, description="Time given to work under way on SIGTERM.")
 
 
@@ -33,10 +38,16 @@ class RedisSettings(Settings):
         None, description="redis://HOST:PORT/DB; null: `offbeat run` starts an embedded server."
     )
     min_idle_seconds: float = Field(
-        30.0, gt=0, description="Entries of a worker without a sign of life for this long are claimed by others."
+        30.0,
+        gt=0,
+        description="Entries of a worker without a sign of life for this long are claimed by others.",
     )
     beat_seconds: float = Field(5.0, gt=0, description="Time between heartbeats of a worker.")
     max_hold_seconds: float = Field(
-        600.0, gt=0, description="Longest time that a worker may hold one entry, in spite of heartbeats."
+        600.0,
+        gt=0,
+        description="Longest time that a worker may hold one entry, in spite of heartbeats.",
     )
-    embedded_max_memory_mb: int = Field(1024, gt=0, description="maxmemory of the embedded server, MiB.")
+    embedded_max_memory_mb: int = Field(
+        1024, gt=0, description="maxmemory of the embedded server, MiB."
+    )

@@ -20,7 +20,9 @@ class VllmEngine(Settings):
         None, gt=0, description="KV cache, MiB; null: from gpu_memory_utilization, 128 on a CPU."
     )
     enforce_eager: bool | None = Field(None, description="null: true on a CPU, false on GPUs.")
-    extra: dict[str, Any] = Field(default_factory=dict, description="Further arguments of vLLM's engine.")
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of vLLM's engine."
+    )
 
 
 class TransformersEngine(Settings):
@@ -50,16 +52,20 @@ class GeneratorSettings(Settings):
     engine: EngineSettings = VllmEngine(name="vllm")
     replicas: int = Field(1, ge=0, description="Processes that `offbeat run` starts.")
     weight_update: Literal["in_flight", "drain"] = Field(
-        "in_flight", description="Whether running completions go on over a weight update or end before it."
+        "in_flight",
+        description="Whether running completions go on over a weight update or end before it.",
     )
     kv_on_update: Literal["keep", "recompute"] = Field(
         "keep", description="KV cache of running completions at an update."
     )
     parity_tolerance: float = Field(
-        1e-3, gt=0, description="Largest difference of a log-prob to the learner's after an update, nats."
+        1e-3,
+        gt=0,
+        description="Largest difference of a log-prob to the learner's after an update, nats.",
     )
     staging_directory: str | None = Field(
-        None, description="Where weights are staged; null: /dev/shm when it has room, else the run's folder."
+        None,
+        description="Where weights are staged; null: /dev/shm when it has room, else the run's folder.",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads; null: shared out.")
     rpc: RpcSettings = RpcSettings()
@@ -77,7 +83,9 @@ class RewardFunction(Settings):
     name: str = Field(description="Name of a built-in, or the component's name when path is given.")
     path: str | None = Field(None, description="module:function, or file.py:function.")
     weight: float = Field(1.0, allow_inf_nan=False)
-    params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the built-in or function.")
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the built-in or function."
+    )
 
 
 class RewardSettings(Settings):
@@ -87,7 +95,9 @@ class RewardSettings(Settings):
     replicas: int = Field(1, ge=0, description="Processes that `offbeat run` starts.")
     max_groups: int = Field(16, ge=1, description="Groups scored together.")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: shared out.")
-    timeout_seconds: float = Field(300.0, gt=0, description="Longest time of one call of a function.")
+    timeout_seconds: float = Field(
+        300.0, gt=0, description="Longest time of one call of a function."
+    )
     rpc: RpcSettings = RpcSettings()
 
     @model_validator(mode="after")
@@ -104,7 +114,11 @@ class CheckpointServiceSettings(Settings):
     address: str | None = Field(
         None, description="HOST:PORT of a running service; null: `offbeat run` starts one."
     )
-    directory: str | None = Field(None, description="Where versions are kept; null: in the run's folder.")
+    directory: str | None = Field(
+        None, description="Where versions are kept; null: in the run's folder."
+    )
     keep_versions: int = Field(3, ge=1, description="Newest versions whose bytes are kept.")
-    lease_seconds: float = Field(600.0, gt=0, description="Longest time that an open fetch keeps its version.")
+    lease_seconds: float = Field(
+        600.0, gt=0, description="Longest time that an open fetch keeps its version."
+    )
     rpc: RpcSettings = RpcSettings()

@@ -51,5 +51,5 @@ async def call(
                     f"{what} at {address} did not answer within {deadline_seconds:g} s "
                     f"(last answer: {error.code().name} {error.details() or ''}); is the service running there?"
                 ) from error
-        await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
+        await asyncio.sleep(delay * random.uniform(0.5, 1.0))
         delay = min(2.0, delay * 2)

@@ -1,7 +1,7 @@
-"""What the entry points of all services share: their arguments, and telling others where they listen.
+"""What the entry points of all services share: their arguments, and saying where they listen.
 
-A service that asks for port 0 learns its port only when it is bound. `write_address` leaves HOST:PORT in the run's
-folder, where whoever started the process finds it.
+A service that asks for port 0 learns its port only when it is bound. `write_address` leaves
+HOST:PORT in the run's folder, where whoever started the process finds it.
 """
 
 import argparse
@@ -14,7 +14,10 @@ from offbeat.errors import ConfigError
 
 
 def parse_service_args(argv: Sequence[str] | None = None) -> Recipe:
-    """The recipe that ``--recipe FILE [--set KEY=VALUE]...`` names. Ends the process with code 2 on a mistake."""
+    """The recipe that ``--recipe FILE [--set KEY=VALUE]...`` names.
+
+    Ends the process with code 2 and one line on stderr when that can't be used.
+    """
     parser = argparse.ArgumentParser(description="A service of one Offbeat run.")
     parser.add_argument("--recipe", required=True, metavar="FILE", help="recipe of the run")
     parser.add_argument(
@@ -50,7 +53,7 @@ def address_file(recipe: Recipe, service: str, member_id: str) -> Path:
 
 
 def write_address(recipe: Recipe, service: str, member_id: str, address: str) -> Path:
-    """Writes HOST:PORT of a service's process into the run's folder. A reader sees all of it or nothing."""
+    """Writes HOST:PORT of a service's process into the run's folder, all of it or nothing."""
     path = address_file(recipe, service, member_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")

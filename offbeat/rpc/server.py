@@ -74,7 +74,7 @@ class RpcServer:
         if self._settings.advertise is not None:
             return self._settings.advertise
         host = self._settings.bind.rpartition(":")[0].strip("[]")
-        if host in {"0.0.0.0", "::", ""}:  # noqa: S104 - compared, not bound
+        if host in {"0.0.0.0", "::", ""}:
             host = socket.getfqdn()
         return f"{host}:{self.port}"
 

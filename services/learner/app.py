@@ -71,7 +71,12 @@ def run_rank(recipe: Recipe, *, rank: int, world: int) -> int:
 
 
 def _run_first_rank(
-    recipe: Recipe, folder: Path, ranks: Ranks, checkpoints: Checkpoints, found: Checkpoint | None, world: int
+    recipe: Recipe,
+    folder: Path,
+    ranks: Ranks,
+    checkpoints: Checkpoints,
+    found: Checkpoint | None,
+    world: int,
 ) -> int:
     learner_id = f"{socket.gethostname()}-{os.getpid()}"
     controls = Controls()
@@ -79,11 +84,24 @@ def _run_first_rank(
     _stop_on_signals(controls)
     with Background() as background:
         board = Board(total_steps=recipe.schedule.steps, event_loop=background.loop)
-        servicer = LearnerServicer(board, controls, run_id=recipe.run_id, learner_id=learner_id, ranks=world)
+        servicer = LearnerServicer(
+            board, controls, run_id=recipe.run_id, learner_id=learner_id, ranks=world
+        )
         server = background.call(_serve(recipe, servicer, learner_id))
         try:
             loop = background.call(
-                _prepare(recipe, folder, ranks, background, board, controls, writer, checkpoints, found, learner_id)
+                _prepare(
+                    recipe,
+                    folder,
+                    ranks,
+                    background,
+                    board,
+                    controls,
+                    writer,
+                    checkpoints,
+                    found,
+                    learner_id,
+                )
             )
             background.call(server.health.set_ready(True))
             finished = loop.run()
@@ -111,7 +129,9 @@ async def _serve(recipe: Recipe, servicer: LearnerServicer, learner_id: str) -> 
     server = RpcServer(
         recipe.learner.rpc,
         SERVICE_NAME,
-        lambda grpc_server: learner_grpc.add_LearnerServiceServicer_to_server(servicer, grpc_server),
+        lambda grpc_server: learner_grpc.add_LearnerServiceServicer_to_server(
+            servicer, grpc_server
+        ),
     )
     await server.start()
     write_address(recipe, "learner", "0", server.address)
@@ -132,14 +152,21 @@ async def _prepare(
     learner_id: str,
 ) -> Loop:
     """Loads the data, takes over the run, and makes the loop."""
-    meta = found.meta() if found is not None else Meta(0, 0, 0, {}, [], settings=fixed_settings(recipe))
+    meta = (
+        found.meta()
+        if found is not None
+        else Meta(0, 0, 0, {}, [], settings=fixed_settings(recipe))
+    )
     if recipe.redis.url is None or recipe.checkpoint.address is None:
         raise ConfigError(
-            "the learner needs redis.url and checkpoint.address; `offbeat run` sets them, elsewhere give them in the recipe"
+            "the learner needs redis.url and checkpoint.address: `offbeat run` sets them, "
+            "elsewhere give them in the recipe"
         )
     tokenizer = load_tokenizer(recipe.model.path)
     maker = PromptMaker(recipe.data, tokenizer)
-    limit = min(recipe.data.max_prompt_tokens, recipe.model.max_context - recipe.sampling.max_tokens)
+    limit = min(
+        recipe.data.max_prompt_tokens, recipe.model.max_context - recipe.sampling.max_tokens
+    )
     heldout_rows = load_heldout(recipe.data)
     heldout = usable(heldout_rows, maker, limit=limit, what="data.heldout") if heldout_rows else []
     rows = load_train(recipe.data, maker, {prompt.text for prompt in heldout})
@@ -160,7 +187,9 @@ async def _prepare(
         evaluator=Evaluator(recipe, heldout) if recipe.evaluation is not None else None,
     )
     parent = [meta.term, meta.step] if found is not None else None
-    meta.term = await coordinator.start(learner_id=learner_id, term_floor=meta.term, needed_bytes=needed_bytes(recipe))
+    meta.term = await coordinator.start(
+        learner_id=learner_id, term_floor=meta.term, needed_bytes=needed_bytes(recipe)
+    )
     meta.history.append((meta.term, meta.step))
     coordinator.ledger = Ledger(folder, meta.term)
     coordinator.ledger.write("start", term=meta.term, step=meta.step, parent=parent)
@@ -187,7 +216,10 @@ def needed_bytes(recipe: Recipe) -> int:
     steps = schedule.max_lag + 1 + recipe.learner.checkpoints.every_steps
     prompt = recipe.data.max_prompt_tokens * BYTES_PER_TOKEN
     group = GROUP_OVERHEAD_BYTES + prompt + sampling.k * sampling.max_tokens * BYTES_PER_TOKEN
-    waiting = recipe.learner.checkpoints.max_unsettled_bytes + (schedule.max_lag + 1) * schedule.prompts_per_step * group
+    waiting = (
+        recipe.learner.checkpoints.max_unsettled_bytes
+        + (schedule.max_lag + 1) * schedule.prompts_per_step * group
+    )
     return min(steps * schedule.prompts_per_step * group, waiting)
 
 

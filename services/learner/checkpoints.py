@@ -143,7 +143,9 @@ class Checkpoints:
                 checkpoint.verify()
                 return checkpoint
         there = ", ".join(checkpoint.path.name for checkpoint in self.committed()) or "none"
-        raise CheckpointError(f"no committed checkpoint {name!r} in {self.folder}; there are: {there}")
+        raise CheckpointError(
+            f"no committed checkpoint {name!r} in {self.folder}; there are: {there}"
+        )
 
     def _scan(self) -> Iterator[Checkpoint]:
         if not self.folder.is_dir():

@@ -84,7 +84,9 @@ class Cohorts:
     `first_step` is the first step to train: 0, or where a checkpoint left off.
     """
 
-    def __init__(self, *, prompts_per_step: int, max_lag: int, total_steps: int, first_step: int = 0) -> None:
+    def __init__(
+        self, *, prompts_per_step: int, max_lag: int, total_steps: int, first_step: int = 0
+    ) -> None:
         self._size = prompts_per_step
         self._max_lag = max_lag
         self._total = total_steps
@@ -118,7 +120,9 @@ class Cohorts:
             return []
         committed = max(step for step, _ in self.lineage.versions.values())
         admitted = []
-        while self._next_issue < self._total and max(0, self._next_issue - self._max_lag) <= committed:
+        while (
+            self._next_issue < self._total and max(0, self._next_issue - self._max_lag) <= committed
+        ):
             admitted.append(self._next_issue)
             self._places.update((ordinal, Place()) for ordinal in self.ordinals(self._next_issue))
             self._next_issue += 1

@@ -59,7 +59,9 @@ class Coordinator:
         self.cohorts = cohorts
         self._tasks = tasks
         self._evaluator = evaluator
-        self.on_evaluation: Callable[[Evaluation, dict[str, float]], None] = lambda evaluation, metrics: None
+        self.on_evaluation: Callable[[Evaluation, dict[str, float]], None] = (
+            lambda evaluation, metrics: None
+        )
         self._arrived = asyncio.Condition()
         self._publishing = asyncio.Lock()
         self._last_arrival = time.monotonic()
@@ -71,13 +73,15 @@ class Coordinator:
         self.term = 0
         self.ledger: Ledger | None = None
 
-    # --- start and end ---------------------------------------------------------------------------------------------
+    # --- start and end
 
     async def start(self, *, learner_id: str, term_floor: int, needed_bytes: int) -> int:
         """Takes over the run: a new term, everywhere. Returns the term."""
         await self._streams.prepare(needed_bytes=needed_bytes)
         floor = max(self.cohorts.lineage.versions, default=0)
-        reply = await self._weights.acquire_learner(learner_id, term_floor=term_floor, version_floor=floor)
+        reply = await self._weights.acquire_learner(
+            learner_id, term_floor=term_floor, version_floor=floor
+        )
         self.term = reply.term
         await self._streams.begin_term(self.term)
         self._collector = asyncio.create_task(self._collect(), name="collector")
@@ -93,7 +97,7 @@ class Coordinator:
         await self._streams.close()
         await self._weights.close()
 
-    # --- weights -----------------------------------------------------------------------------------------------------
+    # --- weights
 
     async def publish(self, publication: Publication, *, evaluate: bool, whole: bool) -> int:
         """Publishes a version, opens its evaluation, and issues what it admits. Returns the version."""
@@ -101,12 +105,16 @@ class Coordinator:
         given.term = self.term
         given.parent = max(self.cohorts.lineage.versions, default=0)
         async with self._publishing:
-            reply = await self._weights.publish(given, publication.buffers, deadline_seconds=PUBLISH_SECONDS)
+            reply = await self._weights.publish(
+                given, publication.buffers, deadline_seconds=PUBLISH_SECONDS
+            )
             version = reply.manifest.version
             self.cohorts.lineage.add(version, given.step, given.update)
         self._record("publish", version=version, parent=given.parent, step=given.step)
         if evaluate and self._evaluator is not None:
-            opened = self._evaluator.start(step=given.step, version=version, term=self.term, whole=whole)
+            opened = self._evaluator.start(
+                step=given.step, version=version, term=self.term, whole=whole
+            )
             await self._issue(opened)
         await self._admit()
         return version
@@ -114,7 +122,9 @@ class Coordinator:
     async def _admit(self) -> None:
         for cohort in self.cohorts.admit():
             ordinals, version = self.cohorts.ordinals(cohort), self.cohorts.min_version(cohort)
-            self._record("issue", cohort=cohort, first=ordinals[0], last=ordinals[-1], min_version=version)
+            self._record(
+                "issue", cohort=cohort, first=ordinals[0], last=ordinals[-1], min_version=version
+            )
             await self._issue([self._task(ordinal, 0) for ordinal in ordinals])
 
     def _task(self, ordinal: int, attempt: int) -> samples.PromptTask:
@@ -135,13 +145,15 @@ class Coordinator:
                 warned = True
                 await asyncio.sleep(0.5)
 
-    # --- gathering -----------------------------------------------------------------------------------------------------
+    # --- gathering
 
     async def cohort(self, wait_seconds: float) -> list[tuple[int, Place]] | None:
         """The next step's cohort, in ordinal order; None when it is not complete after `wait_seconds`."""
         try:
             async with asyncio.timeout(wait_seconds), self._arrived:
-                await self._arrived.wait_for(lambda: self._collector_died() or self.cohorts.complete())
+                await self._arrived.wait_for(
+                    lambda: self._collector_died() or self.cohorts.complete()
+                )
         except TimeoutError:
             return None
         self._raise_if_died()
@@ -161,7 +173,9 @@ class Coordinator:
         evaluator = self._evaluator
         try:
             async with asyncio.timeout(wait_seconds), self._arrived:
-                await self._arrived.wait_for(lambda: self._collector_died() or not evaluator.pending)
+                await self._arrived.wait_for(
+                    lambda: self._collector_died() or not evaluator.pending
+                )
         except TimeoutError:
             return False
         self._raise_if_died()
@@ -234,7 +248,11 @@ class Coordinator:
             if verdict is Verdict.ACCEPTED:
                 return True
             if verdict is Verdict.DUPLICATE:
-                log.info("ordinal %d attempt %d dropped: it has a result already", task.ordinal, task.attempt)
+                log.info(
+                    "ordinal %d attempt %d dropped: it has a result already",
+                    task.ordinal,
+                    task.attempt,
+                )
                 return False
             problem = "generated by an abandoned version"
         if task.ordinal in self.cohorts.missing():
@@ -247,29 +265,42 @@ class Coordinator:
     async def _handle_dead(self, delivery: Delivery[samples.DeadLetter]) -> bool:
         letter = delivery.record
         if letter.kind == samples.TASK_KIND_EVALUATION:
-            log.warning("evaluation %s: prompt %d is dead: %s", letter.evaluation_id, letter.ordinal, letter.reason)
+            log.warning(
+                "evaluation %s: prompt %d is dead: %s",
+                letter.evaluation_id,
+                letter.ordinal,
+                letter.reason,
+            )
             if self._evaluator is not None:
-                self._finish_evaluation(self._evaluator.add_dead(letter.evaluation_id, letter.ordinal))
+                self._finish_evaluation(
+                    self._evaluator.add_dead(letter.evaluation_id, letter.ordinal)
+                )
             return False
         log.warning("ordinal %d is dead: %s", letter.ordinal, letter.reason)
         return self.cohorts.add_dead(letter.ordinal, letter.reason, delivery) is Verdict.ACCEPTED
 
     def _finish_evaluation(self, evaluation: Evaluation | None) -> None:
         if evaluation is not None and self._evaluator is not None:
-            self.on_evaluation(evaluation, evaluation.metrics(self._evaluator.settings.pass_threshold))
+            self.on_evaluation(
+                evaluation, evaluation.metrics(self._evaluator.settings.pass_threshold)
+            )
 
-    # --- what gets lost ------------------------------------------------------------------------------------------------
+    # --- what gets lost
 
     async def _reissue_absent(self, why: str) -> None:
         """Issues again what is expected and not under way in Redis: it was emptied, rolled back, or lost an entry."""
         if self._evaluator is not None:
             # An attempt number would tell nothing here: the first result wins, and issuing is idempotent.
-            await self._issue([task for open_one in self._evaluator.pending for task in open_one.unanswered])
+            await self._issue(
+                [task for open_one in self._evaluator.pending for task in open_one.unanswered]
+            )
         in_flight = await self._streams.in_flight()
         absent = [ordinal for ordinal in self.cohorts.missing() if ordinal not in in_flight]
         if not absent:
             return
-        log.warning("%d ordinals are issued again (%s): they were gone from Redis", len(absent), why)
+        log.warning(
+            "%d ordinals are issued again (%s): they were gone from Redis", len(absent), why
+        )
         attempts = {ordinal: self.cohorts.next_attempt(ordinal) for ordinal in absent}
         for ordinal, attempt in attempts.items():
             self._record("reissue", ordinal=ordinal, attempt=attempt, why=why)
@@ -286,7 +317,7 @@ class Coordinator:
                 log.warning("ordinal %d is dead: %s", ordinal, reason)
             del self._issued_at[ordinal]
 
-    # --- settling ------------------------------------------------------------------------------------------------------
+    # --- settling
 
     @property
     def unsettled_bytes(self) -> int:
@@ -324,8 +355,13 @@ def malformed(record: samples.ScoredRollout) -> str | None:
     return None
 
 
-def waiting_fraction(members: Iterable[Member], role: str, earlier: Mapping[str, tuple[float, float]]) -> float | None:
-    """Mean share of the time since `earlier` (member -> waiting, uptime) that the workers of a role waited; None if unknown."""
+def waiting_fraction(
+    members: Iterable[Member], role: str, earlier: Mapping[str, tuple[float, float]]
+) -> float | None:
+    """Mean share of the time since `earlier` (member -> waiting, uptime) that a role's workers waited.
+
+    None when none of them tells.
+    """
     shares = []
     for member in members:
         if member.role != role or "uptime_seconds" not in member.info:
@@ -335,6 +371,3 @@ def waiting_fraction(members: Iterable[Member], role: str, earlier: Mapping[str,
         if uptime > uptime_before:
             shares.append((waited - waited_before) / (uptime - uptime_before))
     return sum(shares) / len(shares) if shares else None
-
-
-

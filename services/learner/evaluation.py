@@ -37,7 +37,11 @@ class Evaluation:
     @property
     def unanswered(self) -> list[samples.PromptTask]:
         """Tasks without a result."""
-        return [task for task in self.tasks if task.ordinal not in self.rewards and task.ordinal not in self.dead]
+        return [
+            task
+            for task in self.tasks
+            if task.ordinal not in self.rewards and task.ordinal not in self.dead
+        ]
 
     def metrics(self, threshold: float) -> dict[str, float]:
         """pass@1 with its 95 % Wilson interval, pass@k, and the mean reward, under eval/<mode>/…
@@ -45,7 +49,9 @@ class Evaluation:
         A dead prompt counts as not passed; how many there were is a metric of its own.
         """
         k = max((len(rewards) for rewards in self.rewards.values()), default=1)
-        correct = [sum(reward >= threshold for reward in rewards) for rewards in self.rewards.values()]
+        correct = [
+            sum(reward >= threshold for reward in rewards) for rewards in self.rewards.values()
+        ]
         correct += [0] * len(self.dead)
         total = len(correct)
         share = sum(correct) / (total * k) if total else math.nan
@@ -69,7 +75,11 @@ def wilson(share: float, total: int, z: float = 1.96) -> tuple[float, float]:
     if not total:
         return math.nan, math.nan
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    half = (
+        z
+        / (1 + z * z / total)
+        * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    )
     return centre - half, centre + half
 
 
@@ -94,7 +104,9 @@ class Evaluator:
 
     def start(self, *, step: int, version: int, term: int, whole: bool) -> list[samples.PromptTask]:
         """Opens the recipe's evaluations of a version and returns their tasks. `whole`: all prompts, else a part."""
-        count = min(len(self._prompts), self.settings.prompts if whole else self.settings.prompts_during)
+        count = min(
+            len(self._prompts), self.settings.prompts if whole else self.settings.prompts_during
+        )
         tasks: list[samples.PromptTask] = []
         for mode in self._modes():
             evaluation = Evaluation(f"{mode}-{step}-{version}", mode, step, version, [])
@@ -103,7 +115,9 @@ class Evaluator:
             tasks += evaluation.tasks
         return tasks
 
-    def add(self, task: samples.PromptTask, scores: Sequence[samples.CompletionScore]) -> Evaluation | None:
+    def add(
+        self, task: samples.PromptTask, scores: Sequence[samples.CompletionScore]
+    ) -> Evaluation | None:
         """A scored group of an evaluation arrived; returns the evaluation when it was its last one."""
         evaluation = self._open.get(task.evaluation_id)
         if evaluation is None or task.ordinal in evaluation.rewards:

@@ -24,7 +24,9 @@ def to_group(cohorts: Cohorts, step: int, scored: samples.ScoredRollout) -> Grou
                 reward=score.total,
                 lag=cohorts.lag(step, [completion]),
                 has_eos=completion.finish_reason == samples.FINISH_REASON_STOP,
-                loss_mask=np.frombuffer(completion.loss_mask, dtype=np.uint8) if completion.loss_mask else None,
+                loss_mask=np.frombuffer(completion.loss_mask, dtype=np.uint8)
+                if completion.loss_mask
+                else None,
                 reference_logprobs=_optional(completion.reference_logprobs),
             )
             for completion, score in zip(rollout.completions, scored.scores, strict=True)
@@ -42,7 +44,10 @@ def permuted(groups: Sequence[Group], generator: random.Random) -> list[Group]:
     generator.shuffle(rewards)
     left = iter(rewards)
     return [
-        replace(group, completions=tuple(replace(sample, reward=next(left)) for sample in group.completions))
+        replace(
+            group,
+            completions=tuple(replace(sample, reward=next(left)) for sample in group.completions),
+        )
         for group in groups
     ]
 

@@ -1,4 +1,6 @@
-"""The ledger: what happened to every ordinal and version, one JSON line an event. Written by `coordinator`, read by audit.
+"""The ledger: what happened to every ordinal and version, one JSON line an event.
+
+Written by `loop` and `coordinator`, read by audit.
 
 A term has its own file, so that a learner that was replaced can't spoil the record of its successor. Events:
 

@@ -1,4 +1,113 @@
-"""Log-probs of completion tokens from a causal language model, without full-vocabulary float32 logits in memory.
+"""Log-probs of completion tokens from a causal language model.
 
-Legend: B rows, S positions of prompt and completion, T completion positions, V vocabulary.
+The trainer runs policy and reference through `TokenScorer`. Full-vocabulary float32 logits never
+exist but for a chunk of rows: what is kept for the backward pass are the logits in the model's own
+dtype.
+
+Legend: B rows, S positions of prompt and completion, T completion positions, L positions whose
+logits are kept, N = B L, V vocabulary.
 """
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Logits of one chunk in float32: 64 MiB.
+CHUNK_ELEMENTS = 2**24
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """(log-probs, entropies) of target tokens, float32, chunk by chunk; no gradient to entropies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_N_V: Tensor, targets_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        count, vocabulary = logits_N_V.shape
+        logprobs_N = torch.empty(count, dtype=torch.float32, device=logits_N_V.device)
+        entropies_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        for rows in _chunks(count, vocabulary):
+            scaled = logits_N_V[rows].float() / temperature
+            normaliser = torch.logsumexp(scaled, dim=-1)
+            picked = scaled.gather(-1, targets_N[rows, None])[:, 0]
+            logprobs_N[rows] = picked - normaliser
+            probabilities = torch.exp(scaled - normaliser[:, None])
+            entropies_N[rows] = normaliser - (probabilities * scaled).sum(dim=-1)
+            normaliser_N[rows] = normaliser
+        ctx.save_for_backward(logits_N_V, targets_N, normaliser_N)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits_N_V, targets_N, normaliser_N = ctx.saved_tensors
+        scale_N = gradients[0] / ctx.temperature
+        result = torch.empty_like(logits_N_V)
+        for rows in _chunks(*logits_N_V.shape):
+            scaled = logits_N_V[rows].float() / ctx.temperature
+            gradient = torch.exp(scaled - normaliser_N[rows, None]) * -scale_N[rows, None]
+            gradient.scatter_add_(-1, targets_N[rows, None], scale_N[rows, None])
+            result[rows] = gradient
+        return result, None, None
+
+
+def _chunks(count: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def token_logprobs(
+    logits_N_V: Tensor, targets_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at the targets, and the entropies, both (N,) float32."""
+    logprobs_N, entropies_N = _TokenLogprobs.apply(logits_N_V, targets_N, temperature)
+    return logprobs_N, entropies_N
+
+
+class TokenScorer(nn.Module):
+    """A causal language model that returns the log-probs of completion tokens.
+
+    Rows are prompt and completion, right-padded. Neither an attention mask nor positions are
+    passed: with causal attention no token sees the padding on its right, and the default positions
+    0, 1, ... are right.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._cuts_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(
+        self, tokens_B_S: Tensor, prompt_B: Tensor, completion_B: Tensor, first: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies), both (B, T) float32, 0 at padding.
+
+        `prompt_B`, `completion_B`: lengths, int64; `first`: the shortest prompt's length.
+        """
+        # The logits at position i are about token i + 1.
+        positions_L = torch.arange(first - 1, tokens_B_S.shape[1] - 1, device=tokens_B_S.device)
+        if self._cuts_logits:
+            kept = {"logits_to_keep": positions_L}
+            logits_B_L_V = self.model(input_ids=tokens_B_S, use_cache=False, **kept).logits
+        else:
+            logits_B_L_V = self.model(input_ids=tokens_B_S, use_cache=False).logits[:, positions_L]
+        logprobs_N, entropies_N = token_logprobs(
+            logits_B_L_V.flatten(0, 1), tokens_B_S[:, first:].reshape(-1), temperature
+        )
+        shape = (len(tokens_B_S), len(positions_L))
+        return (
+            _completions(logprobs_N.view(shape), prompt_B - first, completion_B),
+            _completions(entropies_N.view(shape), prompt_B - first, completion_B),
+        )
+
+
+def _completions(values_B_L: Tensor, start_B: Tensor, length_B: Tensor) -> Tensor:
+    """Moves each row's completion to the left edge: (B, L) -> (B, T)."""
+    steps_T = torch.arange(int(length_B.max()), device=values_B_L.device)
+    index_B_T = (start_B[:, None] + steps_T).clamp(max=values_B_L.shape[1] - 1)
+    return torch.where(steps_T < length_B[:, None], values_B_L.gather(1, index_B_T), 0.0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from offbeat.config import Recipe
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import learner_pb2 as learner
+from offbeat.weights.manifest import describe
 from services.learner.background import Background
 from services.learner.batching import Group
 from services.learner.checkpoints import Checkpoints, Meta
@@ -85,7 +86,7 @@ class Loop:
         self._clock = Clock()
         self._generator_before: dict[str, tuple[float, float]] = {}
 
-    # --- the run -------------------------------------------------------------------------------------------------------
+    # --- the run
 
     def run(self) -> bool:
         """Trains to the end; False when it was stopped before."""
@@ -147,7 +148,7 @@ class Loop:
             if future is not None and future.done():
                 future.result()
 
-    # --- parts of a step -------------------------------------------------------------------------------------------------
+    # --- parts of a step
 
     def _control(self, groups: list[Group], step: int) -> list[Group]:
         if not self._recipe.learner.permute_rewards:
@@ -186,7 +187,9 @@ class Loop:
         rewards = [sample.reward for group in groups for sample in group.completions]
         if not rewards:
             return {}
-        threshold = self._recipe.evaluation.pass_threshold if self._recipe.evaluation is not None else 1.0
+        threshold = (
+            self._recipe.evaluation.pass_threshold if self._recipe.evaluation is not None else 1.0
+        )
         mean = sum(rewards) / len(rewards)
         variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
         return {
@@ -196,13 +199,16 @@ class Loop:
         }
 
     def _moved(self, groups: Sequence[Group]) -> list[list[int]]:
-        """Sequences that this step's update moved: best and worst of groups with a signal. They check the next version."""
+        """Best and worst of groups with a signal: this step's update moved them, so they check the next version."""
         sequences: list[list[int]] = []
         for group in groups:
             ordered = sorted(group.completions, key=lambda sample: sample.reward)
             if ordered[0].reward < ordered[-1].reward:
                 prompt = [int(token) for token in group.prompt_token_ids]
-                sequences += [prompt + [int(token) for token in sample.token_ids] for sample in (ordered[0], ordered[-1])]
+                sequences += [
+                    prompt + [int(token) for token in sample.token_ids]
+                    for sample in (ordered[0], ordered[-1])
+                ]
             if len(sequences) >= PARITY_SEQUENCES:
                 break
         return sequences[:PARITY_SEQUENCES]
@@ -213,13 +219,16 @@ class Loop:
             self._publishing.result()
         step, total = self._meta.step, self._recipe.schedule.steps
         snapshot = self._ranks.snapshot(self._parity)
-        manifest = checkpoint.Manifest()
-        manifest.CopyFrom(self._identity)
+        tensors = list(snapshot.raw())
+        manifest = describe(tensors)
+        manifest.MergeFrom(self._identity)
         manifest.step, manifest.update = step, self._meta.update
         manifest.publish_id = f"{self._meta.term}-{step}"
-        snapshot.describe(manifest, tolerance=self._recipe.generator.parity_tolerance)
+        manifest.parity.tolerance = self._recipe.generator.parity_tolerance
+        for token_ids, logprobs in snapshot.parity:
+            manifest.parity.sequences.add(token_ids=token_ids, logprobs=logprobs)
         whole = step in {0, total}
-        publication = Publication(manifest, snapshot.buffers)
+        publication = Publication(manifest, [buffer for *_, buffer in tensors])
         self._publishing = self._background.start(
             self.coordinator.publish(publication, evaluate=self._evaluates(step), whole=whole)
         )
@@ -234,7 +243,7 @@ class Loop:
             return settings.at_end
         return settings.every_steps is not None and step % settings.every_steps == 0
 
-    # --- reporting -----------------------------------------------------------------------------------------------------
+    # --- reporting
 
     def _report(self, metrics: dict[str, float], *, tokens: int, seconds: float) -> None:
         now = time.monotonic()
@@ -269,10 +278,14 @@ class Loop:
         )  # fmt: skip
         self._writer.write(evaluation.step, metrics)
         ends = {0: "start", self._recipe.schedule.steps: "end"}
-        named = {f"{name}_{ends[evaluation.step]}": value for name, value in metrics.items()} if evaluation.step in ends else {}
+        named = (
+            {f"{name}_{ends[evaluation.step]}": value for name, value in metrics.items()}
+            if evaluation.step in ends
+            else {}
+        )
         self._board.update(metrics=metrics | named)
 
-    # --- checkpoints and the end -----------------------------------------------------------------------------------------
+    # --- checkpoints and the end
 
     def _save_if_due(self) -> None:
         settings = self._recipe.learner.checkpoints
@@ -332,7 +345,9 @@ class Loop:
     def _await_evaluation(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._controls.stop.is_set():
-            if self._background.call(self.coordinator.evaluated(min(POLL_SECONDS, max(0.1, end - time.monotonic())))):
+            if self._background.call(
+                self.coordinator.evaluated(min(POLL_SECONDS, max(0.1, end - time.monotonic())))
+            ):
                 return
             self._ranks.stay_awake()
         log.error("the last evaluation had no complete result after %g s; it is left out", seconds)
@@ -341,5 +356,3 @@ class Loop:
         if self._committing is not None:
             self._committing.result()
         self._pool.shutdown()
-
-

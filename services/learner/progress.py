@@ -44,7 +44,9 @@ class Board:
 
     def __init__(self, *, total_steps: int, event_loop: asyncio.AbstractEventLoop) -> None:
         self._lock = threading.Lock()
-        self._progress = learner.Progress(state=learner.LEARNER_STATE_STARTING, total_steps=total_steps)
+        self._progress = learner.Progress(
+            state=learner.LEARNER_STATE_STARTING, total_steps=total_steps
+        )
         self._event_loop = event_loop
         self._changed = asyncio.Condition()
         self._changes = 0
@@ -80,7 +82,7 @@ class Board:
         seen = -1
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._changes != seen)
+                await self._changed.wait_for(lambda before=seen: self._changes != before)
                 seen = self._changes
             yield self.read()
 
@@ -94,7 +96,9 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line: {"step", "time", <name>: value …}; NaN and infinity become null."""
-        values = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
+        values = {
+            name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())
+        }
         line = {"step": step, "time": round(time.time(), 3), **values}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

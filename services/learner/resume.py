@@ -18,7 +18,7 @@ FIXED = {
     "learner.batching.mini_batches": "the count of updates would not fit the steps",
     "learner.batching.passes": "the count of updates would not fit the steps",
 }
-"""Setting -> why it may not change. Every other setting may: rates, losses, lag, replicas, ranks, engines, more steps."""
+"""Setting -> why it may not change. All others may: rates, losses, lag, replicas, ranks, engines, steps."""
 
 
 def fixed_settings(recipe: Recipe) -> dict[str, Any]:

@@ -17,57 +17,67 @@ ENDED = {learner.LEARNER_STATE_FINISHED, learner.LEARNER_STATE_FAILED}
 class LearnerServicer(learner_grpc.LearnerServiceServicer):
     """Answers from the board, and passes wishes to the loop through the controls."""
 
-    def __init__(self, board: Board, controls: Controls, *, run_id: str, learner_id: str, ranks: int) -> None:
+    def __init__(
+        self, board: Board, controls: Controls, *, run_id: str, learner_id: str, ranks: int
+    ) -> None:
         self._board = board
         self._controls = controls
-        self._identity = {"run_id": run_id, "learner_id": learner_id, "ranks": ranks}
+        self._run_id, self._learner_id, self._ranks = run_id, learner_id, ranks
         self.checkpoint_path = ""
 
-    async def GetStatus(  # noqa: N802 - names of the contract
+    async def GetStatus(
         self, request: learner.LearnerServiceGetStatusRequest, context: grpc.aio.ServicerContext
     ) -> learner.LearnerServiceGetStatusResponse:
         return learner.LearnerServiceGetStatusResponse(
-            **self._identity,
+            run_id=self._run_id,
+            learner_id=self._learner_id,
+            ranks=self._ranks,
             progress=self._board.read(),
             checkpoint_step=self._board.checkpoint_step,
             waiting_seconds=self._board.waiting_seconds,
             uptime_seconds=asyncio.get_running_loop().time() - self._board.started,
         )
 
-    async def WatchProgress(  # noqa: N802
+    async def WatchProgress(
         self, request: learner.WatchProgressRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[learner.WatchProgressResponse]:
         async for progress in self._board.watch():
             if progress.step >= request.after_step:
                 yield learner.WatchProgressResponse(progress=progress)
 
-    async def SaveCheckpoint(  # noqa: N802
+    async def SaveCheckpoint(
         self, request: learner.SaveCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> learner.SaveCheckpointResponse:
         before = self._board.read()
         if before.state in ENDED:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the run has ended; nothing is left to save")
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "the run has ended; nothing is left to save"
+            )
         self._controls.save.set()
         async for progress in self._board.watch():
             if not self._controls.save.is_set() and self._board.checkpoint_step >= before.step:
                 break
             if progress.state in ENDED:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the run ended before the checkpoint")
-        return learner.SaveCheckpointResponse(step=self._board.checkpoint_step, path=self.checkpoint_path)
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION, "the run ended before the checkpoint"
+                )
+        return learner.SaveCheckpointResponse(
+            step=self._board.checkpoint_step, path=self.checkpoint_path
+        )
 
-    async def Pause(  # noqa: N802
+    async def Pause(
         self, request: learner.PauseRequest, context: grpc.aio.ServicerContext
     ) -> learner.PauseResponse:
         self._controls.pause()
         return learner.PauseResponse(step=self._board.read().step)
 
-    async def Resume(  # noqa: N802
+    async def Resume(
         self, request: learner.ResumeRequest, context: grpc.aio.ServicerContext
     ) -> learner.ResumeResponse:
         self._controls.resume()
         return learner.ResumeResponse()
 
-    async def Stop(  # noqa: N802
+    async def Stop(
         self, request: learner.StopRequest, context: grpc.aio.ServicerContext
     ) -> learner.StopResponse:
         self._controls.save_on_stop = request.save_checkpoint

@@ -12,7 +12,8 @@ from services.learner.data.prompts import Prompt, PromptOrder
 def seeds_of(run_seed: int, ordinal: int, k: int, *, salt: str = "train") -> list[int]:
     """One 63-bit seed per completion: a function of run, ordinal and index, so every attempt samples alike."""
     digests = (
-        hashlib.blake2b(f"{run_seed}:{salt}:{ordinal}:{index}".encode(), digest_size=8).digest() for index in range(k)
+        hashlib.blake2b(f"{run_seed}:{salt}:{ordinal}:{index}".encode(), digest_size=8).digest()
+        for index in range(k)
     )
     return [int.from_bytes(digest, "little") >> 1 for digest in digests]
 
@@ -34,7 +35,9 @@ class TaskMaker:
             stop=sampling.stop,
         )
 
-    def make(self, ordinal: int, *, attempt: int, term: int, min_version: int) -> samples.PromptTask:
+    def make(
+        self, ordinal: int, *, attempt: int, term: int, min_version: int
+    ) -> samples.PromptTask:
         """The task of an ordinal. In exact lag mode the version is the only one that may generate it."""
         prompt = self._prompts[self._order.row(ordinal)]
         exact = self._recipe.schedule.lag_mode == "exact"

@@ -48,7 +48,9 @@ class PromptMaker:
             turns = [{"role": "user", "content": text}]
             if self._settings.system is not None:
                 turns.insert(0, {"role": "system", "content": self._settings.system})
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
         ids = self._tokenizer(text, add_special_tokens=not self._settings.chat)["input_ids"]
         return Prompt(text, list(ids), {name: encode_column(value) for name, value in row.items()})
 
@@ -73,7 +75,9 @@ class PromptOrder:
 
     def __init__(self, rows: int, *, seed: int, shuffle: bool) -> None:
         if rows < 1:
-            raise DataError("the training data has no usable prompts; see the counts of dropped ones in the log")
+            raise DataError(
+                "the training data has no usable prompts; see the counts of dropped ones in the log"
+            )
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
@@ -102,5 +106,7 @@ def usable(rows: Sequence[Row], maker: PromptMaker, *, limit: int, what: str) ->
             what, len(made) - len(kept), len(made), limit, longest,
         )  # fmt: skip
     if not kept:
-        raise DataError(f"{what}: none of {len(made)} prompts has between 1 and {limit} tokens; see data.max_prompt_tokens")
+        raise DataError(
+            f"{what}: none of {len(made)} prompts has between 1 and {limit} tokens; see data.max_prompt_tokens"
+        )
     return kept

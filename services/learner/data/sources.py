@@ -24,10 +24,16 @@ def load_train(settings: DataSettings, maker: PromptMaker, heldout_texts: set[st
     if heldout_texts:
         kept = [row for row in rows if maker.make(row).text not in heldout_texts]
         if len(kept) < len(rows):
-            log.info("data.train: %d of %d rows left out: their prompt is held out", len(rows) - len(kept), len(rows))
+            log.info(
+                "data.train: %d of %d rows left out: their prompt is held out",
+                len(rows) - len(kept),
+                len(rows),
+            )
         rows = kept
     if not rows:
-        raise DataError("data.train: no row is left once the held-out prompts are taken out; use another seed or more rows")
+        raise DataError(
+            "data.train: no row is left once the held-out prompts are taken out; use another seed or more rows"
+        )
     return rows
 
 
@@ -39,7 +45,7 @@ def load_rows(source: Source, *, what: str) -> list[Row]:
         case JsonlSource():
             return _jsonl(Path(source.path), what)
         case PythonSource():
-            return _checked(load_object(source.path, what=what)(**source.params), what)
+            return _checked(load_object(source.path)(**source.params), what)
 
 
 def _reasoning_gym(source: ReasoningGymSource, what: str) -> list[Row]:
@@ -47,10 +53,16 @@ def _reasoning_gym(source: ReasoningGymSource, what: str) -> list[Row]:
     import reasoning_gym
 
     try:
-        items = reasoning_gym.create_dataset(source.dataset, seed=source.seed, size=source.size, **source.params)
+        items = reasoning_gym.create_dataset(
+            source.dataset, seed=source.seed, size=source.size, **source.params
+        )
     except (ValueError, TypeError, AssertionError) as error:
-        raise DataError(f"{what}: reasoning_gym can't make {source.dataset!r} with {source.params}: {error}") from error
-    return [{"question": item["question"], "answer": item["answer"], "entry": item} for item in items]
+        raise DataError(
+            f"{what}: reasoning_gym can't make {source.dataset!r} with {source.params}: {error}"
+        ) from error
+    return [
+        {"question": item["question"], "answer": item["answer"], "entry": item} for item in items
+    ]
 
 
 def _jsonl(path: Path, what: str) -> list[Row]:
@@ -65,14 +77,20 @@ def _jsonl(path: Path, what: str) -> list[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{what}: {path}:{number}: expected a JSON object, found {line[:60]!r}: {error}") from error
+            raise DataError(
+                f"{what}: {path}:{number}: expected a JSON object, found {line[:60]!r}: {error}"
+            ) from error
         if not isinstance(row, dict):
-            raise DataError(f"{what}: {path}:{number}: expected a JSON object, found {type(row).__name__}")
+            raise DataError(
+                f"{what}: {path}:{number}: expected a JSON object, found {type(row).__name__}"
+            )
         rows.append(row)
     return rows
 
 
 def _checked(rows: object, what: str) -> list[Row]:
     if not isinstance(rows, Sequence) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{what}: the callable must return a list of dicts (one a row), found {type(rows).__name__}")
+        raise DataError(
+            f"{what}: the callable must return a list of dicts (one a row), found {type(rows).__name__}"
+        )
     return [dict(row) for row in rows]
