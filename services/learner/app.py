@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from offbeat.config import Recipe
 from offbeat.errors import ConfigError, OffbeatError
+from offbeat.ledger import Ledger
 from offbeat.rpc import RpcServer
 from offbeat.rpc.entry import run_folder, write_address
 from offbeat.streams.redis import RedisLearnerStreams
@@ -25,7 +26,6 @@ from services.learner.coordinator import Coordinator
 from services.learner.data.prompts import PromptMaker, usable
 from services.learner.data.sources import load_heldout, load_train
 from services.learner.evaluation import Evaluator
-from services.learner.ledger import Ledger
 from services.learner.loop import Loop
 from services.learner.model import check_model, load_tokenizer
 from services.learner.progress import Board, Controls, MetricsWriter

@@ -13,13 +13,13 @@ from typing import Any
 
 from offbeat.config import Recipe
 from offbeat.errors import BacklogFull, ServiceUnavailable
+from offbeat.ledger import Ledger
 from offbeat.streams.base import Delivery, LearnerStreams, Member
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import samples_pb2 as samples
 from offbeat.weights.client import CheckpointClient
 from services.learner.cohorts import Cohorts, Place, Verdict
 from services.learner.evaluation import Evaluation, Evaluator
-from services.learner.ledger import Ledger
 from services.learner.tasks import TaskMaker
 
 log = logging.getLogger(__name__)

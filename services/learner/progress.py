@@ -82,7 +82,8 @@ class Board:
         seen = -1
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda before=seen: self._changes != before)
+                while self._changes == seen:
+                    await self._changed.wait()
                 seen = self._changes
             yield self.read()
 

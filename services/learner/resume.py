@@ -43,8 +43,8 @@ def check_settings(checkpoint: Checkpoint, recipe: Recipe) -> None:
         )
     if checkpoint.step > recipe.schedule.steps:
         raise ConfigError(
-            f"schedule.steps is {recipe.schedule.steps}, but the checkpoint {checkpoint.path.name} has {checkpoint.step} "
-            "steps: raise schedule.steps, or start a new run"
+            f"schedule.steps is {recipe.schedule.steps}, but the checkpoint {checkpoint.path.name} "
+            f"has {checkpoint.step} steps: raise schedule.steps, or start a new run"
         )
 
 

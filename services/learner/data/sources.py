@@ -45,7 +45,7 @@ def load_rows(source: Source, *, what: str) -> list[Row]:
         case JsonlSource():
             return _jsonl(Path(source.path), what)
         case PythonSource():
-            return _checked(load_object(source.path)(**source.params), what)
+            return _checked(load_object(source.path, key=f"{what}.path")(**source.params), what)
 
 
 def _reasoning_gym(source: ReasoningGymSource, what: str) -> list[Row]:

@@ -18,6 +18,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from offbeat.errors import CheckpointError
+
 
 class Ledger:
     """Appends events to ``<run>/ledger/<term>.jsonl``."""
@@ -39,3 +41,23 @@ class Ledger:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def read_ledger(run_folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """All events by term. A last line that was cut off by a crash is left out; any other bad line is an error."""
+    events: dict[int, list[dict[str, Any]]] = {}
+    for file in sorted((run_folder / "ledger").glob("*.jsonl")):
+        lines = file.read_text(encoding="utf-8").split("\n")
+        found = events.setdefault(int(file.stem), [])
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                if number == len(lines):
+                    continue
+                raise CheckpointError(
+                    f"{file}:{number}: expected a JSON object, found {line[:60]!r}: the ledger is damaged"
+                ) from error
+    return events
