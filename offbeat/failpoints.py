@@ -1,7 +1,8 @@
-"""Points at which a process can be made to die, so that tests can crash it between two durable actions.
+"""Points at which a process can be made to die: tests crash it between two durable actions.
 
-``OFFBEAT_FAILPOINTS=publish.before_manifest,…`` kills the process, as `kill -9` would, when it gets to one of them;
-``name:3`` does so at the third time. Without the variable a point costs one look at an empty dict.
+``OFFBEAT_FAILPOINTS=publish.counted,…`` kills the process, as `kill -9` would, when it gets to one
+of the points; ``name:3`` does so at the third time. Without the variable a point costs next to
+nothing.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Versions of the weights: manifests, hashing, chunking, and the client of the checkpoint service."""
+"""Versions of the weights: manifests, hashes, chunks, and the checkpoint service's client."""

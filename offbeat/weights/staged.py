@@ -8,9 +8,10 @@ from offbeat.v1 import checkpoint_pb2 as checkpoint
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """The tensors of one version in one file: raw, little-endian, one after the other, as the manifest says.
+    """The tensors of one version in one file: raw, little-endian, one after the other.
 
-    An engine maps the file (`mmap`) and reads each tensor at its offset; nothing is copied before that.
+    An engine maps the file (`mmap`) and reads each tensor at the offset that the manifest gives;
+    nothing is copied before that.
     """
 
     path: Path

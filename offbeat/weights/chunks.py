@@ -1,0 +1,178 @@
+"""Moves the bytes of a version in chunks: from buffers, to a file, from a file.
+
+Used on both sides of the wire. Blocking work is done in threads, many chunks at a time.
+"""
+
+import asyncio
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from offbeat.errors import IntegrityError, WeightsError
+from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.weights.hashing import TensorVerifier
+
+CHUNK_BYTES = 1024**2
+"""Size of the chunks that are sent."""
+MAX_CHUNK_BYTES = 2 * 1024**2
+"""Size of the largest chunk that is accepted."""
+BATCH_BYTES = 8 * CHUNK_BYTES
+"""What a thread gets to do at once."""
+BATCH_CHUNKS = 512
+"""Most chunks of a batch; the system writes at most 1024 at once."""
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class NoRoom(WeightsError):
+    """The file system has no room for the weights."""
+
+
+def chunks(buffers: Sequence[memoryview], size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The bytes of all buffers, one after the other, in pieces of `size` (the last one: the rest).
+
+    Small buffers share a piece, so a model with thousands of biases takes no more messages.
+    """
+    gathered: list[memoryview] = []
+    room = size
+    for buffer in buffers:
+        rest = buffer
+        while rest:
+            part = rest[:room]
+            rest = rest[len(part) :]
+            gathered.append(part)
+            room -= len(part)
+            if room == 0:
+                yield b"".join(gathered)
+                gathered, room = [], size
+    if gathered:
+        yield b"".join(gathered)
+
+
+def read_batch(path: Path, offset: int, end: int) -> list[bytes]:
+    """Chunks of the file from `offset` on: a batch, or less when `end` is nearer.
+
+    The file is opened anew each time, so an abandoned read in a thread leaves nothing open.
+    Raises `IntegrityError` when the file is shorter than `end`.
+    """
+    batch = []
+    stop = min(end, offset + BATCH_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while offset < stop:
+            data = os.pread(file.fileno(), min(CHUNK_BYTES, stop - offset), offset)
+            if not data:
+                raise IntegrityError(f"{path} ends at byte {offset}; expected {end} bytes")
+            batch.append(data)
+            offset += len(data)
+    return batch
+
+
+class WeightsWriter:
+    """Writes the bytes of a version to a new file, and checks each tensor's hash on the way.
+
+    Bytes are handed over in order (`add`); a thread writes and hashes one batch while the next one
+    arrives. Errors of that work are raised by a later `add` or by `finish`: `IntegrityError`, or
+    `NoRoom`. A writer that is not finished may simply be dropped; removing the file is up to its
+    owner.
+    """
+
+    def __init__(self, path: Path, manifest: checkpoint.Manifest) -> None:
+        """For `create`."""
+        self.path = path
+        self.total = manifest.total_bytes
+        self.position = 0
+        """Number of bytes taken so far: where the next ones must start."""
+        self._verifier = TensorVerifier(manifest.tensors)
+        self._written = 0
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self._work: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def create(cls, path: Path, manifest: checkpoint.Manifest) -> "WeightsWriter":
+        """Creates the file and reserves its room. Raises `NoRoom`."""
+        writer = cls(path, manifest)
+        work = asyncio.ensure_future(asyncio.to_thread(writer._reserve))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # The file must be there before its owner removes it, not appear afterwards.
+            await asyncio.wait([work])
+            raise
+        return writer
+
+    async def add(self, data: bytes) -> None:
+        """Takes the next bytes."""
+        if self.position + len(data) > self.total:
+            raise WeightsError(f"more bytes than the {self.total} that the manifest names")
+        self._batch.append(data)
+        self._batch_bytes += len(data)
+        self.position += len(data)
+        if self._batch_bytes >= BATCH_BYTES or len(self._batch) >= BATCH_CHUNKS:
+            await self._start_batch()
+
+    async def finish(self) -> None:
+        """Waits until everything is written and checked. Raises when bytes are missing."""
+        await self._start_batch()
+        await self._start_batch()
+        self._verifier.finish()
+
+    async def _start_batch(self) -> None:
+        """Hands the batch to a thread once the one before is done."""
+        if self._work is not None:
+            await self._work
+            self._work = None
+        if self._batch:
+            batch, self._batch, self._batch_bytes = self._batch, [], 0
+            self._work = asyncio.ensure_future(asyncio.to_thread(self._write, batch))
+            # Marks the error as seen, for the case that the writer is dropped.
+            self._work.add_done_callback(lambda work: work.cancelled() or work.exception())
+
+    def _write(self, batch: list[bytes]) -> None:
+        for data in batch:
+            self._verifier.feed(data)
+        # Opened anew for each batch, and never created: a thread that outlives its owner leaves
+        # neither a descriptor nor a file.
+        descriptor = os.open(self.path, os.O_WRONLY)
+        try:
+            rest = [memoryview(data) for data in batch]
+            while rest:
+                count = os.pwritev(descriptor, rest, self._written)
+                self._written += count
+                rest = _after(rest, count)
+        except OSError as error:
+            raise self._explained(error) from error
+        finally:
+            os.close(descriptor)
+
+    def _reserve(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        descriptor = os.open(self.path, flags, 0o644)
+        try:
+            if self.total:
+                os.posix_fallocate(descriptor, 0, self.total)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            raise self._explained(error) from error
+        finally:
+            os.close(descriptor)
+
+    def _explained(self, error: OSError) -> Exception:
+        if error.errno not in NO_ROOM:
+            return error
+        free = shutil.disk_usage(self.path.parent).free
+        return NoRoom(
+            f"no room for {self.total} bytes of weights in {self.path.parent} ({error.strerror}, "
+            f"{free} bytes are free): free some, or choose another folder"
+        )
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """The views without their first `count` bytes."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []

@@ -1,0 +1,151 @@
+"""Manifests: what the bytes of a version mean, and how they are known to be the right ones.
+
+Publishers call `describe`, the checkpoint service `check` and `seal`, receivers `check_sealed`.
+
+Two digests, both BLAKE3-256:
+
+- `weights_digest`: of ``offbeat.weights.v1`` and then of each tensor, sorted by name: name, dtype,
+  number of extents, extents, hash. Texts and the hash are preceded by their length; numbers are
+  64-bit little-endian. It depends on neither the order of the tensors nor who published them.
+- `digest`: of the manifest's protobuf encoding without the field `digest`, fields in the order of
+  their numbers (what every protobuf library writes; a manifest has no maps). Fields that this
+  version doesn't know are kept and come last, and new fields get the next free numbers, so old
+  readers compute the same digest for newer manifests.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+
+from offbeat.errors import IntegrityError, WeightsError
+from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.weights.hashing import HASH_BYTES, hash_of
+
+Buffer = bytes | bytearray | memoryview
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of an element, by dtype."""
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """A view of the buffer's bytes; nothing is copied. It must be contiguous."""
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    if not view.c_contiguous:
+        raise WeightsError("a tensor's buffer is not contiguous: make it so before publishing")
+    return view.cast("B")
+
+
+def describe(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]]) -> checkpoint.Manifest:
+    """A manifest of these tensors (name, dtype, shape, buffer), in this order.
+
+    Fills in `tensors`, `total_bytes` and `weights_digest`; the rest is the publisher's. Raises
+    `WeightsError` when a buffer does not fit its dtype and shape.
+    """
+    manifest = checkpoint.Manifest()
+    offset = 0
+    for name, dtype, shape, buffer in tensors:
+        data = as_bytes(buffer)
+        manifest.tensors.add(
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            offset=offset,
+            nbytes=len(data),
+            hash=hash_of(data),
+        )
+        offset += len(data)
+    manifest.total_bytes = offset
+    manifest.weights_digest = weights_digest(manifest.tensors)
+    check(manifest)
+    return manifest
+
+
+def weights_digest(tensors: Iterable[checkpoint.TensorSpec]) -> bytes:
+    """The digest of the weights; see above for what goes into it."""
+    parts = [b"offbeat.weights.v1"]
+    for spec in sorted(tensors, key=lambda spec: spec.name):
+        for text in (spec.name.encode(), spec.dtype.encode()):
+            parts += (struct.pack("<Q", len(text)), text)
+        parts.append(struct.pack(f"<{1 + len(spec.shape)}Q", len(spec.shape), *spec.shape))
+        parts += (struct.pack("<Q", len(spec.hash)), spec.hash)
+    return hash_of(b"".join(parts))
+
+
+def digest(manifest: checkpoint.Manifest) -> bytes:
+    """The digest of the manifest itself; see above for what goes into it."""
+    bare = checkpoint.Manifest()
+    bare.CopyFrom(manifest)
+    bare.ClearField("digest")
+    return hash_of(bare.SerializeToString(deterministic=True))
+
+
+def seal(manifest: checkpoint.Manifest) -> None:
+    """Sets `digest`. Nothing may be changed afterwards."""
+    manifest.digest = digest(manifest)
+
+
+def check(manifest: checkpoint.Manifest) -> None:
+    """Raises `WeightsError` when the manifest contradicts itself."""
+    offset = 0
+    names = set()
+    for spec in manifest.tensors:
+        _check_tensor(spec, offset)
+        if spec.name in names:
+            raise WeightsError(f"two tensors have the name {spec.name}; names must differ")
+        names.add(spec.name)
+        offset += spec.nbytes
+    if not names:
+        raise WeightsError("the manifest names no tensor; expected at least one")
+    if manifest.total_bytes != offset:
+        raise WeightsError(
+            f"total_bytes is {manifest.total_bytes}, but the tensors have {offset} bytes"
+        )
+    if manifest.weights_digest != weights_digest(manifest.tensors):
+        raise WeightsError("weights_digest is not the digest of the tensors: use `describe`")
+
+
+def check_sealed(manifest: checkpoint.Manifest) -> None:
+    """Raises `IntegrityError` when the manifest is not the one that was sealed."""
+    if manifest.digest != digest(manifest):
+        raise IntegrityError(
+            f"the manifest of version {manifest.version} does not match its own digest"
+        )
+    try:
+        check(manifest)
+    except WeightsError as error:
+        raise IntegrityError(f"the manifest of version {manifest.version}: {error}") from error
+
+
+def _check_tensor(spec: checkpoint.TensorSpec, offset: int) -> None:
+    if not spec.name:
+        raise WeightsError(f"the tensor at byte {offset} has no name")
+    if spec.dtype not in ITEM_BYTES:
+        known = ", ".join(ITEM_BYTES)
+        raise WeightsError(f"tensor {spec.name}: unknown dtype {spec.dtype!r}; known: {known}")
+    expected = math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
+    if spec.nbytes != expected:
+        raise WeightsError(
+            f"tensor {spec.name}: {spec.dtype} {list(spec.shape)} takes {expected} bytes, "
+            f"found {spec.nbytes}"
+        )
+    if spec.offset != offset:
+        raise WeightsError(f"tensor {spec.name}: expected offset {offset}, found {spec.offset}")
+    if len(spec.hash) != HASH_BYTES:
+        raise WeightsError(
+            f"tensor {spec.name}: expected a hash of {HASH_BYTES} bytes, found {len(spec.hash)}"
+        )

@@ -1,0 +1,1 @@
+"""Keeps the versions of the weights of one run: publish, fetch, watch."""
