@@ -1,0 +1,101 @@
+"""Recipes: what is allowed is loaded as written, everything else is one clear error."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offbeat.config.load import dump_recipe, load_recipe
+from offbeat.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+
+MINIMAL = """
+model: {path: model, dtype: float32, max_context: 64}
+data: {train: {kind: reasoning_gym, dataset: chain_sum, size: 10}, prompt: "{question}"}
+sampling: {k: 4, max_tokens: 8}
+schedule: {steps: 10, prompts_per_step: 8}
+learner: {loss: {name: online_dpo, beta: 0.1}}
+reward: {functions: [{name: exact_match}]}
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path):
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "recipe.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_shipped_recipe_is_valid(path):
+    load_recipe(path)
+
+
+def test_the_dumped_recipe_loads_to_the_same(minimal, tmp_path):
+    recipe = load_recipe(minimal, ["learner.optimizer.lr=1e-5", "sampling.stop=[a, b]"])
+    assert recipe.learner.optimizer.lr == 1e-5
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_recipe(recipe))
+    assert load_recipe(again) == recipe
+
+
+def test_paths_are_relative_to_the_recipe(minimal, monkeypatch):
+    monkeypatch.chdir("/")
+    assert load_recipe(minimal).model.path == str(minimal.parent / "model")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.optimiser.lr=1", "learner.optimiser: unknown key; did you mean optimizer?"),
+        ("learner.loss.bta=3", "learner.loss.online_dpo.bta: unknown key; did you mean beta?"),
+        ("reward.functions.0.nme=x", "reward.functions.0.nme: unknown key; did you mean name?"),
+        (
+            "schedule.max_lag=-1",
+            "schedule.max_lag: Input should be greater than or equal to 0, found '-1'",
+        ),
+        ("generator.engine.name=vlm", "'vlm'"),
+        ("sampling.k=1", "set k >= 2"),
+        ("sampling.max_tokens=64", "no room is left for a prompt"),
+        ("evaluation={}", "evaluation needs data.heldout"),
+        ("learner.batching.mini_batches=9", "more than schedule.prompts_per_step"),
+        ("learner.old_logprobs=behaviour", "old_logprobs is not used by the loss online_dpo"),
+        ("data.system=hello", "system is only used with chat"),
+        ("learner.loss={name: rloo}|sampling.top_p=0.9", "allow_biased_ratio"),
+        ("generator={weight_update: drain, kv_on_update: keep}", "kv_on_update is not used"),
+        ("reward.functions=[{name: a}, {name: a}]", "names must differ"),
+        ("nonsense", "expected KEY=VALUE"),
+        ("model.path.x=1", "path is the value"),
+        ("reward.functions.5.name=x", "expected an index below 1"),
+    ],
+)
+def test_mistakes_are_named(minimal, override, message):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(minimal, override.split("|"))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not valid YAML"), ("- a", "expected a mapping"), ("{}", "model: Field required")],
+)
+def test_files_that_are_no_recipe(tmp_path, text, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(file)
+
+
+def test_a_missing_file():
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_recipe("/nowhere.yaml")
+
+
+def test_settings_are_frozen(minimal):
+    recipe = load_recipe(minimal)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.schedule.steps = 3
+    assert yaml.safe_load(dump_recipe(recipe))["schedule"]["steps"] == 10
