@@ -86,8 +86,9 @@ class LearnerSettings(Settings):
     reference: str | None = Field(
         None, description="Folder of the reference model; null: the policy as it was at the start."
     )
-    old_logprobs: Literal["recompute", "behaviour"] = Field(
-        "recompute", description="Where pi_old comes from when N * T > 1."
+    old_logprobs: Literal["recompute", "behaviour"] | None = Field(
+        None,
+        description="Where pi_old comes from when N * T > 1; null: recompute. Losses with a ratio only.",
     )
     allow_biased_ratio: bool = Field(
         False, description="Accept top_p, top_k, min_p with a loss that has a probability ratio."
@@ -120,6 +121,6 @@ class LearnerSettings(Settings):
 
     @model_validator(mode="after")
     def _old_logprobs_used(self) -> "LearnerSettings":
-        if "old_logprobs" in self.model_fields_set and not self.has_ratio:
+        if self.old_logprobs is not None and not self.has_ratio:
             raise ValueError(f"old_logprobs is not used by the loss {self.loss.name}; remove it")
         return self

@@ -55,8 +55,9 @@ class GeneratorSettings(Settings):
         "in_flight",
         description="Whether running completions go on over a weight update or end before it.",
     )
-    kv_on_update: Literal["keep", "recompute"] = Field(
-        "keep", description="KV cache of running completions at an update."
+    kv_on_update: Literal["keep", "recompute"] | None = Field(
+        None,
+        description="KV cache of running completions at an in-flight update; null: keep.",
     )
     parity_tolerance: float = Field(
         1e-3,
@@ -72,7 +73,7 @@ class GeneratorSettings(Settings):
 
     @model_validator(mode="after")
     def _kv_used(self) -> "GeneratorSettings":
-        if "kv_on_update" in self.model_fields_set and self.weight_update == "drain":
+        if self.kv_on_update is not None and self.weight_update == "drain":
             raise ValueError("kv_on_update is not used with weight_update: drain; remove it")
         return self
 

@@ -79,9 +79,9 @@ def test_changed_settings_are_named(tmp_path, recipe):
     saved = save(Checkpoints(tmp_path, keep=2), 1, 3, settings=fixed_settings(recipe))
     check_settings(saved, recipe)
     schedule = recipe.schedule.model_copy(update={"prompts_per_step": 5, "max_lag": 3})
-    with pytest.raises(ConfigError, match="schedule.prompts_per_step was 4, is 5") as caught:
+    with pytest.raises(ConfigError, match=r"schedule\.prompts_per_step was 4, is 5") as caught:
         check_settings(saved, recipe.model_copy(update={"schedule": schedule}))
     assert "max_lag" not in str(caught.value)
     fewer = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": 2})})
-    with pytest.raises(ConfigError, match="raise schedule.steps"):
+    with pytest.raises(ConfigError, match=r"raise schedule\.steps"):
         check_settings(saved, fewer)
