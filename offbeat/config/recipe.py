@@ -73,8 +73,9 @@ class EvaluationSettings(Settings):
     """Held-out evaluation during the run."""
 
     every_steps: int | None = Field(
-        None, gt=0, description="null: only at the start and at the end."
+        None, gt=0, description="null: not by steps."
     )
+    every_minutes: float | None = Field(None, gt=0, description="null: not by time.")
     at_start: bool = True
     at_end: bool = True
     prompts: int = Field(1000, gt=0, description="Held-out prompts at the start and at the end.")

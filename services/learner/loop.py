@@ -19,10 +19,11 @@ from offbeat.v1 import learner_pb2 as learner
 from offbeat.weights.manifest import describe
 from services.learner.background import Background
 from services.learner.batching import Group
+from services.learner.best import BestVersion
 from services.learner.checkpoints import Checkpoints, Meta
 from services.learner.cohorts import Place
 from services.learner.coordinator import Coordinator, Publication, waiting_fraction
-from services.learner.evaluation import Evaluation
+from services.learner.evaluation import GREEDY, SAMPLED, Evaluation
 from services.learner.groups import lag_metrics, permuted, to_group
 from services.learner.progress import Board, Controls, MetricsWriter
 from services.learner.ranks import Ranks
@@ -84,6 +85,9 @@ class Loop:
         self._saved_step = meta.step
         self._saved_at = time.monotonic()
         self._clock = Clock()
+        self._best = BestVersion(run_folder, Path(recipe.model.path))
+        self._evaluated_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._generator_before: dict[str, tuple[float, float]] = {}
 
     # --- the run
@@ -227,10 +231,12 @@ class Loop:
         manifest.parity.tolerance = self._recipe.generator.parity_tolerance
         for token_ids, logprobs in snapshot.parity:
             manifest.parity.sequences.add(token_ids=token_ids, logprobs=logprobs)
-        whole = step in {0, total}
+        whole, evaluate = step in {0, total}, self._evaluates(step)
+        if evaluate:
+            self._best.add_candidate(step, snapshot)
         publication = Publication(manifest, [buffer for *_, buffer in tensors])
         self._publishing = self._background.start(
-            self.coordinator.publish(publication, evaluate=self._evaluates(step), whole=whole)
+            self.coordinator.publish(publication, evaluate=evaluate, whole=whole)
         )
 
     def _evaluates(self, step: int) -> bool:
@@ -241,13 +247,18 @@ class Loop:
             return settings.at_start
         if step == self._recipe.schedule.steps:
             return settings.at_end
-        return settings.every_steps is not None and step % settings.every_steps == 0
+        minutes = (time.monotonic() - self._evaluated_at) / 60
+        due = settings.every_minutes is not None and minutes >= settings.every_minutes
+        if due or (settings.every_steps is not None and step % settings.every_steps == 0):
+            self._evaluated_at = time.monotonic()
+            return True
+        return False
 
     # --- reporting
 
     def _report(self, metrics: dict[str, float], *, tokens: int, seconds: float) -> None:
         now = time.monotonic()
-        wall = now - getattr(self, "_reported_at", self._clock.started)
+        wall = now - self._reported_at
         self._reported_at = now
         metrics |= {
             "time/step_seconds": wall,
@@ -277,6 +288,10 @@ class Loop:
             evaluation.mode, evaluation.step, metrics[f"eval/{evaluation.mode}/pass@1"],
         )  # fmt: skip
         self._writer.write(evaluation.step, metrics)
+        settings = self._recipe.evaluation
+        if settings is not None and evaluation.mode == (GREEDY if settings.greedy else SAMPLED):
+            name = f"eval/{evaluation.mode}/pass@1"
+            self._best.judge(evaluation.step, evaluation.version, name, metrics[name])
         ends = {0: "start", self._recipe.schedule.steps: "end"}
         named = (
             {f"{name}_{ends[evaluation.step]}": value for name, value in metrics.items()}

@@ -1,10 +1,11 @@
-"""A consistent host copy of the policy, as it is published."""
+"""A consistent host copy of the policy, as it is published and exported."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -12,9 +13,9 @@ from torch import Tensor
 class Snapshot:
     """All tensors of the policy in the publish dtype, on the host, owned by the snapshot.
 
-    `tensors`: name as in the Hugging Face checkpoint -> contiguous CPU tensor; tied embeddings stand there once, as in
-    that checkpoint (no `lm_head.weight`). Empty on ranks other than 0. `parity`: the sequences and, for each,
-    log pi (temperature 1) of tokens 1 .. n-1.
+    `tensors`: name as in the Hugging Face checkpoint -> contiguous CPU tensor; tied embeddings
+    stand there once, as in that checkpoint (no `lm_head.weight`). Empty on ranks other than 0.
+    `parity`: sequences, and for each log pi (temperature 1) of its tokens 1 .. n-1.
     """
 
     tensors: dict[str, Tensor]
@@ -22,5 +23,11 @@ class Snapshot:
     parity: list[tuple[list[int], list[float]]]
 
     def raw(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
-        """(name, dtype such as "bfloat16", shape, little-endian bytes without a copy) of each tensor, in a fixed order."""
-        raise NotImplementedError
+        """(name, dtype such as "bfloat16", shape, little-endian bytes, not copied) of each tensor.
+
+        In the order of `tensors`, which is the same for every snapshot of a run.
+        """
+        for name, tensor in self.tensors.items():
+            # numpy has no bfloat16: bytes go out as uint8.
+            payload = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            yield name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), payload

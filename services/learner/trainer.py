@@ -1,66 +1,359 @@
-"""The training core: policy, reference, DeepSpeed engine, updates. One object per rank; the learner's loop drives it.
+"""The training core: policy, reference, updates. One object per rank; the learner's loop drives it.
 
-Every public method is collective: all ranks call the same methods in the same order; arguments count on rank 0 only.
+Every public method is collective: all ranks call the same methods in the same order; arguments count
+on rank 0 only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from offbeat.config import Recipe
-from services.learner.batching import Group
+from offbeat.errors import CheckpointError
+from services.learner import metrics, state
+from services.learner.batching import (
+    Group,
+    MicroBatch,
+    Share,
+    StepBatch,
+    Unit,
+    check_groups,
+    fits,
+    mini_batches,
+    shares,
+)
+from services.learner.distributed import (
+    broadcast_groups,
+    broadcast_sequences,
+    device_of,
+    join,
+    sum_over_ranks,
+)
+from services.learner.engine import Engine
+from services.learner.logprobs import TokenScorer
+from services.learner.losses import LossInputs, LossOutput, build_loss
+from services.learner.model import check_model, load_policy, write_model
+from services.learner.schedule import learning_rate
 from services.learner.snapshot import Snapshot
 
 
 class Trainer:
     """Trains the policy of a recipe on groups.
 
-    `rendezvous`: how ranks meet when there are several and no process group exists yet: a torch init_method such as
-    file:///path or tcp://host:port; None: the environment of torchrun (env://). One rank alone needs none.
+    `rendezvous`: how ranks meet when there are several and no process group exists yet: a torch
+    init_method such as file:///path or tcp://host:port; None: the environment of torchrun (env://).
+    One rank alone needs none.
     """
 
     def __init__(
         self, recipe: Recipe, *, rank: int = 0, world: int = 1, rendezvous: str | None = None
     ) -> None:
-        raise NotImplementedError
+        self._recipe, self._settings = recipe, recipe.learner
+        self._rank, self._world = rank, world
+        if self._settings.threads is not None:
+            torch.set_num_threads(self._settings.threads)
+        check_model(recipe.model.path, max_context=recipe.model.max_context)
+        self._loss = build_loss(self._settings.loss)
+        self._made_group = join(rank, world, rendezvous)
+        self._device = device_of(rank)
+        self._engine = self._build_engine()
+        self._reference = self._build_reference()
+        self._updates = 0
 
     @property
     def updates(self) -> int:
         """Optimizer updates done, over the whole run."""
-        raise NotImplementedError
+        return self._updates
 
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
         """Trains one step: N x T updates on the groups, in ordinal order. Any number of groups, 0 included.
 
-        Returns the same metrics on every rank: loss, grad_norm, learning_rate, reward/mean, reward/std, kl (policy at
-        the step's start to reference, k1, mean over sequences), drift_kl and drift_kl/lag_<n> (mu to pi_old, k3, mean over
-        tokens), mismatch_kl (the same, lag 0 only), ess (of pi_old/mu, as a fraction), entropy, clip_fraction (losses
-        with clipping), informative_fraction, response_length/mean, eos_rate, logprob_diff/max (max |log pi_theta - log mu|
-        at the step's start), time/*. A metric that has no samples is absent.
+        Returns the same metrics on every rank: loss, grad_norm, learning_rate, reward/mean,
+        reward/std, kl (policy at the step's start to reference, k1, mean over sequences), drift_kl and
+        drift_kl/lag_<n> (mu to pi_old, k3, mean over tokens), mismatch_kl (the same, lag 0 only), ess (of
+        pi_old / mu, as a fraction), entropy, clip_fraction (losses with clipping), informative_fraction,
+        response_length/mean, eos_rate, logprob_diff/max (max |log pi_theta - log mu| before the first
+        update), time/*. They are of the completions that the loss runs through the model, but for
+        rewards, lengths and endings. A metric without values is absent.
         """
-        raise NotImplementedError
+        clock = metrics.Clock()
+        with clock("broadcast"):
+            if self._rank == 0:
+                check_groups(groups, self._recipe.model.max_context)
+            batch = StepBatch(broadcast_groups(groups), self._loss.units)
+        step = _Step(batch, clock, metrics.Means(("loss", "entropy", *self._loss.metric_names)))
+        with clock("reference"):
+            step.reference = self._reference_logprobs(batch)
+        with clock("old"):
+            self._old_logprobs(step)
+        count = self._settings.batching.mini_batches
+        for _ in range(self._settings.batching.passes):
+            for part in mini_batches(len(batch.groups), count):
+                self._update(step, part)
+        return self._metrics(step)
 
     def snapshot(self, parity_sequences: Sequence[Sequence[int]] = ()) -> Snapshot:
         """Host copies of all parameters (rank 0) and the log-probs of the sequences under them."""
-        raise NotImplementedError
+        sequences = [list(sequence) for sequence in parity_sequences]
+        parity = self.parity_logprobs(sequences)
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._engine.parameters():
+            with self._engine.gathered(parameter):
+                if self._rank == 0:
+                    tensors[name] = parameter.detach().to("cpu", copy=True).contiguous()
+        if self._rank == 0:
+            tensors = _checkpoint_names(self._engine.scorer.model, tensors)
+        return Snapshot(tensors, self._updates, list(zip(sequences, parity, strict=False)))
 
     def parity_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each sequence: log pi at temperature 1 of tokens 1 .. n-1, forward pass in the model's dtype."""
-        raise NotImplementedError
+        results = []
+        for sequence in broadcast_sequences(sequences):
+            tokens = torch.tensor([sequence], device=self._device)
+            lengths = torch.tensor([[1], [len(sequence) - 1]], device=self._device)
+            with torch.no_grad():
+                logprobs, _ = self._engine.scorer(tokens, lengths[0], lengths[1], 1, 1.0)
+            results.append(logprobs[0].tolist())
+        return results
 
     def save(self, folder: Path) -> None:
-        """Writes the whole training state to the folder (made if missing), fsynced; rank 0 writes."""
-        raise NotImplementedError
+        """Writes the whole training state to the folder (made if missing), fsynced; rank 0 writes.
+
+        CheckpointError on rank 0 when it can't; the other ranks do not notice, and training can go on.
+        """
+        entries = state.entries(self._engine)
+        try:
+            if self._rank == 0:
+                state.write(folder, entries, self._scalars())
+        finally:
+            for _ in entries:
+                pass  # the other ranks take part in gathering each entry, so rank 0 must too
+            dist.barrier()
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote, by any number of ranks and ZeRO stage. CheckpointError when it does not fit."""
-        raise NotImplementedError
+        self._updates = int(state.read(folder, self._engine)["updates"])
 
     def export(self, folder: Path) -> None:
-        """Writes a model folder (safetensors, config, tokenizer) that transformers loads."""
-        raise NotImplementedError
+        """Writes a model folder (safetensors, config, tokenizer) that transformers loads; rank 0 writes."""
+        snapshot = self.snapshot()
+        try:
+            if self._rank == 0:
+                source = Path(self._recipe.model.path)
+                write_model(snapshot.tensors, source, folder, self._recipe.model.dtype)
+        except OSError as error:
+            raise CheckpointError(
+                f"can't write the model to {folder}: {error}; free space or choose another folder"
+            ) from error
 
     def close(self) -> None:
         """Frees the engine; ends the process group if this trainer made it."""
-        raise NotImplementedError
+        self._engine.close()
+        if self._made_group:
+            dist.destroy_process_group()
+
+    # ---- construction
+
+    def _build_engine(self) -> Engine:
+        model = load_policy(self._recipe.model.path, dtype=self._recipe.model.dtype)
+        if self._settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return Engine(TokenScorer(model), self._settings, self._recipe.model.dtype, self._device)
+
+    def _build_reference(self) -> TokenScorer | None:
+        if not self._loss.needs_reference:
+            return None
+        folder = self._settings.reference or self._recipe.model.path
+        model = load_policy(folder, dtype=self._recipe.model.dtype)
+        return TokenScorer(model).to(self._device).eval().requires_grad_(False)
+
+    # ---- log-probs that stay fixed during a step
+
+    def _reference_logprobs(self, batch: StepBatch) -> np.ndarray | None:
+        if self._reference is None:
+            return None
+        given = batch.flat_references()
+        return self._score(self._reference, batch, batch.used_rows()) if given is None else given
+
+    def _old_logprobs(self, step: _Step) -> None:
+        """Fixes pi_old where it is not the policy that the only update itself runs."""
+        batch = step.batch
+        if self._settings.old_logprobs == "behaviour":
+            step.old = batch.behaviour
+        elif self._loss.needs_old and self._settings.updates_per_step > 1:
+            step.old = self._score(self._engine.scorer, batch, batch.used_rows())
+            step.start, step.started = step.old, set(batch.used_rows())
+
+    @torch.no_grad()
+    def _score(self, scorer: TokenScorer, batch: StepBatch, rows: Sequence[int]) -> np.ndarray:
+        """Log-probs of the rows under a model, flat, on every rank; 0 elsewhere. Each rank runs its share."""
+        flat = np.zeros(len(batch.behaviour), np.float32)
+        for micro_batch in self._share(batch, [(row,) for row in rows]):
+            chosen = _rows(micro_batch)
+            logprobs, _ = scorer(*self._arguments(batch, chosen))
+            flat[batch.flat_index(chosen)] = _unpadded(logprobs, batch, chosen)
+        return sum_over_ranks(flat)
+
+    # ---- updates
+
+    def _update(self, step: _Step, part: range) -> None:
+        """One optimizer update on a mini-batch. Without groups there is none, but the schedule moves on."""
+        rate = self._learning_rate()
+        if len(part):
+            batch = step.batch
+            units = [unit for group in part for unit in batch.units[group]]
+            scale = 1.0 / max(1, self._normaliser(batch, part))
+            capacity = self._settings.batching.micro_batch_tokens
+            with step.clock("forward_backward"):
+                if fits(units, batch.total_lengths, capacity):
+                    self._accumulate(step, self._share(batch, units), scale)
+                else:
+                    self._accumulate_apart(step, units, scale)
+            with step.clock("optimizer"):
+                step.grad_norms.append(self._engine.step(rate))
+        self._updates += 1
+        step.learning_rate = rate
+        step.first = False
+
+    def _accumulate(self, step: _Step, share: Share, scale: float) -> None:
+        """Gradient of a mini-batch whose units fit into micro-batches."""
+        for number, micro_batch in enumerate(share):
+            logprobs_B_T = self._forward(step, micro_batch)
+            loss = logprobs_B_T.sum() * 0.0  # what a rank without work has to offer
+            if micro_batch:
+                output = self._loss(self._inputs(step, micro_batch, logprobs_B_T))
+                loss = output.terms.sum() * scale
+                self._count(step, output, scale)
+            self._engine.backward(loss, last=number == len(share) - 1)
+
+    def _accumulate_apart(self, step: _Step, units: Sequence[Unit], scale: float) -> None:
+        """The same for units larger than a micro-batch, at the price of one more forward pass.
+
+        By the chain rule: first the log-probs of all rows and the loss's gradient by them, then the
+        rows one by one, each log-prob weighted with that constant.
+        """
+        batch, rows = step.batch, _rows(units)
+        logprobs_B_T = batch.padded(self._score(self._engine.scorer, batch, rows), rows)
+        logprobs_B_T = logprobs_B_T.to(self._device).requires_grad_()
+        output = self._loss(self._inputs(step, list(units), logprobs_B_T))
+        (output.terms.sum() * scale).backward()
+        assert logprobs_B_T.grad is not None
+        if self._rank == 0:
+            self._count(step, output, scale)
+        weights = np.zeros(len(batch.behaviour), np.float32)
+        weights[batch.flat_index(rows)] = _unpadded(logprobs_B_T.grad, batch, rows)
+        share = self._share(batch, [(row,) for row in rows])
+        for number, micro_batch in enumerate(share):
+            scores_B_T = self._forward(step, micro_batch)
+            loss = scores_B_T.sum() * 0.0
+            if micro_batch:
+                weights_B_T = batch.padded(weights, _rows(micro_batch)).to(self._device)
+                loss = (scores_B_T * weights_B_T).sum()
+            self._engine.backward(loss, last=number == len(share) - 1)
+
+    def _forward(self, step: _Step, micro_batch: MicroBatch) -> Tensor:
+        """Log-probs (B, T) with gradient; notes entropy and, in the first update, the start's log-probs."""
+        rows = _rows(micro_batch)
+        batch = step.batch
+        logprobs_B_T, entropies_B_T = self._engine.score(*self._arguments(batch, rows))
+        if not rows:
+            return logprobs_B_T
+        mask_B_T = batch.padded(batch.mask, rows).to(self._device)
+        total = torch.where(mask_B_T, entropies_B_T, 0.0).sum()
+        step.means.add("entropy", float(total), int(mask_B_T.sum()))
+        if step.first and step.start is not step.old:
+            index = batch.flat_index(rows)
+            step.start[index] = _unpadded(logprobs_B_T.detach(), batch, rows)
+            step.started.update(rows)
+        return logprobs_B_T
+
+    def _inputs(self, step: _Step, units: MicroBatch, logprobs_B_T: Tensor) -> LossInputs:
+        rows, batch = _rows(units), step.batch
+
+        def padded(flat: np.ndarray) -> Tensor:
+            return batch.padded(flat, rows).to(self._device)
+
+        rewards = torch.from_numpy(batch.rewards[rows]).float()
+        return LossInputs(
+            logprobs_B_T=logprobs_B_T,
+            old_logprobs_B_T=logprobs_B_T.detach() if step.old is None else padded(step.old),
+            behaviour_logprobs_B_T=padded(batch.behaviour),
+            reference_logprobs_B_T=None if step.reference is None else padded(step.reference),
+            mask_B_T=padded(batch.mask),
+            rewards_B=rewards.to(self._device),
+            unit_sizes=tuple(len(unit) for unit in units),
+        )
+
+    def _count(self, step: _Step, output: LossOutput, scale: float) -> None:
+        step.means.add("loss", float(output.terms.detach().sum()) * scale, 0)
+        for name, values in output.metrics.items():
+            step.means.add(name, float(values.float().sum()), values.numel())
+
+    def _normaliser(self, batch: StepBatch, part: range) -> int:
+        if self._loss.normalise_by == "group":
+            return len(part)
+        if self._loss.normalise_by == "sample":
+            return sum(len(batch.rows_of(group)) for group in part)
+        return batch.tokens_of(part)
+
+    def _learning_rate(self) -> float:
+        total = self._recipe.schedule.steps * self._settings.updates_per_step
+        return learning_rate(self._updates, total, self._settings.optimizer)
+
+    # ---- small parts
+
+    def _share(self, batch: StepBatch, units: Sequence[Unit]) -> Share:
+        """This rank's micro-batches."""
+        batching = self._settings.batching
+        return shares(
+            units,
+            batch.total_lengths,
+            world=self._world,
+            max_tokens=batching.micro_batch_tokens,
+            bucket=batching.bucket_by_length,
+        )[self._rank]
+
+    def _arguments(self, batch: StepBatch, rows: Sequence[int]) -> tuple[Any, ...]:
+        """Arguments of `TokenScorer`; without rows, those of the smallest forward pass."""
+        temperature = self._recipe.sampling.temperature
+        if not rows:
+            one = torch.ones(1, dtype=torch.int64, device=self._device)
+            return torch.zeros(1, 2, dtype=torch.int64, device=self._device), one, one, 1, temperature
+        tokens, prompts, completions, first = batch.collate(rows)
+        device = self._device
+        return tokens.to(device), prompts.to(device), completions.to(device), first, temperature
+
+    def _metrics(self, step: _Step) -> dict[str, float]:
+        with step.clock("metrics"):
+            if step.start is not step.old:
+                seen = np.zeros(len(step.batch.samples), np.float32)
+                seen[sorted(step.started)] = 1.0
+                step.start, seen = sum_over_ranks(step.start), sum_over_ranks(seen)
+                rows = np.flatnonzero(seen)
+            else:
+                rows = np.array(sorted(step.started), np.int64)
+            step.means.vector = sum_over_ranks(step.means.vector)
+            found = metrics.of_samples(step.batch)
+            found |= metrics.of_policies(step.batch, rows, step.start, step.reference)
+        found |= step.means.metrics() | {"learning_rate": step.learning_rate}
+        if step.grad_norms:
+            found["grad_norm"] = float(np.mean(step.grad_norms))
+            found["loss"] = step.means.total("loss") / len(step.grad_norms)
+        return found | step.clock.metrics()
+
+    def _scalars(self) -> dict[str, Any]:
+        return {
+            "updates": self._updates,
+            "adam_step": self._engine.adam_step,
+            "ranks": self._world,
+            "zero_stage": self._engine.stage,
+            "device": self._device.type,
+            "seed": self._recipe.run.seed,
+        }
