@@ -99,7 +99,9 @@ class WorkerStreams(ABC):
         """
 
     @abstractmethod
-    async def hand_off(self, delivery: Delivery, result: samples.Rollout | samples.ScoredRollout) -> bool:
+    async def hand_off(
+        self, delivery: Delivery, result: samples.Rollout | samples.ScoredRollout
+    ) -> bool:
         """Moves the entry on with its result. False when somebody else already did: drop the result, it is no error.
 
         A generator gives a `Rollout`; a reward worker gives a `ScoredRollout` without its `rollout`, which is carried
@@ -127,6 +129,10 @@ class WorkerStreams(ABC):
     @abstractmethod
     async def announce(self, address: str, info: Mapping[str, str]) -> None:
         """Registers this worker (address to reach its gRPC port, version held, …) for status and fair shares."""
+
+    @abstractmethod
+    async def finished(self) -> bool:
+        """Whether the learner has marked the run as finished: a worker may end when it holds nothing."""
 
     @abstractmethod
     async def leave(self) -> None:

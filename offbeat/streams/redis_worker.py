@@ -1,0 +1,279 @@
+"""The sample streams on Redis, as a generator or a reward worker sees them."""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from offbeat.config.service import RedisSettings
+from offbeat.errors import ServiceUnavailable
+from offbeat.streams.base import Delivery, Stream, WorkerStreams
+from offbeat.streams.keys import GROUPS, SOURCES, TARGETS, Keys, Role
+from offbeat.streams.link import Argument, Link, NoGroup, Unreachable, fields_of
+from offbeat.streams.records import Fields, Malformed, decode
+from offbeat.v1 import samples_pb2 as samples
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25
+"""How often entries that exist but could not be taken (version, fair share, idle time) are looked at again."""
+
+EntryKey = tuple[Stream, str]
+
+
+class RedisWorkerStreams(WorkerStreams):
+    """See `WorkerStreams`. `role` says which streams: "generator" or "reward".
+
+    The consumer name is `member_id` and a random part: a restarted worker is a new consumer, and what its predecessor
+    held counts as entries of a dead worker. All methods wait for a Redis that is away, for
+    `settings.outage_seconds` at most; then they raise `ServiceUnavailable`.
+    """
+
+    def __init__(
+        self, url: str, run_id: str, role: Role, member_id: str, settings: RedisSettings
+    ) -> None:
+        self._role: Role = role
+        self._group = GROUPS[SOURCES[role][0]]
+        self._sources = SOURCES[role]
+        self._settings = settings
+        self._keys = Keys(run_id)
+        self._stream_keys = [self._keys.stream(stream) for stream in self._sources]
+        self._link = Link(url, outage_seconds=settings.outage_seconds)
+        self.consumer = f"{member_id}.{secrets.token_hex(4)}"
+        self._announcement: dict[str, object] = {"member_id": member_id, "address": "", "info": {}}
+        self._held: dict[EntryKey, float] = {}  # when it was taken, monotonic seconds
+        self._lost: set[EntryKey] = set()  # reported as lost by `beat` and not taken again since
+        self._taking = asyncio.Lock()
+        self._unsure = (
+            False  # whether Redis may have delivered something in a reply that never came
+        )
+        self._claims_from: float | None = (
+            None  # monotonic seconds; None until the server's age is known
+        )
+
+    # --- taking ------------------------------------------------------------------------------------------------
+
+    async def take(
+        self, limit: int, *, held_version: int = 0, wait_seconds: float = 1.0
+    ) -> list[Delivery]:
+        """See `WorkerStreams.take`. Also returns [] while Redis is away."""
+        end = time.monotonic() + wait_seconds
+        while limit > 0:
+            after = dict.fromkeys(self._stream_keys, "$")
+            left_behind = 1
+            try:
+                async with self._taking:
+                    found, after, left_behind = await self._take_once(limit, held_version)
+                if found:
+                    return found
+            except Unreachable as error:
+                if self._link.given_up:
+                    raise self._link.unavailable("new entries", error) from error
+            except NoGroup:
+                pass  # the learner has not created the streams yet, or Redis was emptied and it will again
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            # A new entry ends the wait. What is there but could not be taken does not, hence the polling.
+            await self._link.wait_for_entries(
+                after, min(left, POLL_SECONDS) if left_behind else left
+            )
+        return []
+
+    async def _take_once(
+        self, limit: int, held_version: int
+    ) -> tuple[list[Delivery], dict[str, str], int]:
+        if self._unsure:
+            recovered = await self._recover(limit)
+            if recovered:
+                return recovered, {}, 0
+        claims = await self._claims_allowed()
+        gate = held_version if self._role == "generator" else -1
+        args: list[Argument] = [self._group, self.consumer, limit, gate, self._min_idle_ms]
+        args += [int(claims), len(self._sources), *self._sources]
+        args += [f"{self._keys.stream(stream)}|{entry_id}" for stream, entry_id in self._held]
+        keys = [self._keys.members(self._role), self._keys.lone, self._keys.stream(Stream.DEAD)]
+        # Set before and cleared after, so that a lost reply and a cancelled call are both seen by the next one.
+        self._unsure = True
+        entries, newest, left_behind = await self._link.once("take", keys + self._stream_keys, args)
+        self._unsure = False
+        found = [
+            await self._delivery(
+                self._sources[index - 1], entry_id.decode(), count, bool(alone), fields_of(flat)
+            )
+            for index, entry_id, count, alone, flat in entries
+        ]
+        after = dict(
+            zip(self._stream_keys, (entry_id.decode() for entry_id in newest), strict=True)
+        )
+        return [delivery for delivery in found if delivery is not None], after, left_behind
+
+    @property
+    def _min_idle_ms(self) -> int:
+        return max(1, int(1000 * self._settings.min_idle_seconds))
+
+    async def _claims_allowed(self) -> bool:
+        """False for one idle time after an outage or a start of Redis: nobody's heartbeats could arrive before."""
+        now = time.monotonic()
+        if self._claims_from is None:
+            age = await self._link.server_age()
+            self._claims_from = now + max(0.0, self._settings.min_idle_seconds - age)
+        length, ended = self._link.last_outage
+        if length > self._settings.beat_seconds:
+            self._claims_from = max(self._claims_from, ended + self._settings.min_idle_seconds)
+        return now >= self._claims_from
+
+    async def _delivery(
+        self, stream: Stream, entry_id: str, count: int, alone: bool, fields: Fields
+    ) -> Delivery | None:
+        """Takes note of a delivered entry; None, and a dead letter, when it is no record."""
+        key = stream, entry_id
+        self._held[key] = time.monotonic()
+        self._lost.discard(key)
+        try:
+            return Delivery(stream, entry_id, decode(stream, fields), count, alone)
+        except Malformed as error:
+            await self._fail(key, f"malformed record: {error}", final=True)
+            return None
+
+    async def _recover(self, limit: int) -> list[Delivery]:
+        """Entries that Redis delivered to this consumer in a reply that it never got."""
+        found: list[Delivery] = []
+        for stream in self._sources:
+            rows = await self._link.pending_of(
+                self._keys.stream(stream), self._group, self.consumer
+            )
+            for entry_id, count in rows:
+                key = stream, entry_id
+                if key in self._held or key in self._lost:
+                    continue
+                if len(found) == limit:
+                    return found
+                fields = await self._link.entry(self._keys.stream(stream), entry_id)
+                alone = await self._link.hash_field(self._keys.lone, self._lone_field(key))
+                if fields is not None:
+                    delivery = await self._delivery(
+                        stream, entry_id, count, alone is not None, fields
+                    )
+                    found += [] if delivery is None else [delivery]
+        self._unsure = False
+        if found:
+            log.warning("%d entries were delivered in a reply that got lost; taken now", len(found))
+        return found
+
+    def _lone_field(self, key: EntryKey) -> str:
+        return f"{self._keys.stream(key[0])}|{key[1]}"
+
+    # --- working -----------------------------------------------------------------------------------------------
+
+    async def hand_off(
+        self, delivery: Delivery, result: samples.Rollout | samples.ScoredRollout
+    ) -> bool:
+        """See `WorkerStreams.hand_off`. Also False when only the reply to an earlier try was lost."""
+        target = self._keys.stream(TARGETS[self._role])
+        moved = await self._link.run(
+            f"handing off {delivery.stream} {delivery.entry_id}",
+            "hand_off",
+            [self._keys.stream(delivery.stream), target, self._keys.lone],
+            [
+                self._group,
+                delivery.entry_id,
+                result.SerializeToString(),
+                "p" if self._role == "generator" else "s",
+            ],
+        )
+        self._held.pop(delivery.key, None)
+        return bool(moved)
+
+    async def beat(self, deliveries: Iterable[Delivery]) -> set[EntryKey]:
+        """See `WorkerStreams.beat`. Entries held for too long are lost as well, and not beaten.
+
+        While Redis is away nothing is known to be lost, so that the work goes on.
+        """
+        oldest = time.monotonic() - self._settings.max_hold_seconds
+        keys = [delivery.key for delivery in deliveries]
+        lost = {key for key in keys if self._held.get(key, oldest) <= oldest}
+        beaten = [key for key in keys if key not in lost]
+        try:
+            rejected = await self._beat(beaten, patience=self._settings.beat_seconds)
+        except ServiceUnavailable:
+            if self._link.given_up:
+                raise
+            rejected = []
+        lost.update(beaten[position - 1] for position in rejected)
+        for key in lost:
+            self._held.pop(key, None)
+        self._lost |= lost
+        return lost
+
+    async def _beat(self, keys: Sequence[EntryKey], patience: float | None = None) -> list[int]:
+        forget_ms = 2 * self._min_idle_ms
+        args: list[Argument] = [
+            self._group,
+            self.consumer,
+            json.dumps(self._announcement),
+            forget_ms,
+        ]
+        args += self._pairs(keys)
+        registry = [self._keys.members(self._role), self._keys.info(self._role)]
+        positions: list[int] = await self._link.run(
+            "a heartbeat", "beat", registry + self._stream_keys, args, patience=patience
+        )
+        return positions
+
+    def _pairs(self, keys: Iterable[EntryKey]) -> list[Argument]:
+        pairs: list[Argument] = []
+        for stream, entry_id in keys:
+            pairs += [self._sources.index(stream) + 1, entry_id]
+        return pairs
+
+    async def hand_back(self, deliveries: Iterable[Delivery]) -> None:
+        """See `WorkerStreams.hand_back`."""
+        keys = [delivery.key for delivery in deliveries]
+        args = [self._group, self.consumer, *self._pairs(keys)]
+        await self._link.run(
+            "giving entries back", "hand_back", [self._keys.lone, *self._stream_keys], args
+        )
+        for key in keys:
+            self._held.pop(key, None)
+
+    async def fail(self, delivery: Delivery, reason: str, *, final: bool) -> None:
+        """See `WorkerStreams.fail`."""
+        await self._fail(delivery.key, reason, final=final)
+
+    async def _fail(self, key: EntryKey, reason: str, *, final: bool) -> None:
+        stream, entry_id = key
+        dead = await self._link.run(
+            f"giving up {stream} {entry_id}",
+            "fail",
+            [self._keys.stream(stream), self._keys.stream(Stream.DEAD), self._keys.lone],
+            [self._group, self.consumer, entry_id, stream, reason, int(final)],
+        )
+        self._held.pop(key, None)
+        after = "dead now" if dead else "tried again alone"
+        log.warning("%s %s failed (%s): %s", stream, entry_id, after, reason)
+
+    # --- membership --------------------------------------------------------------------------------------------
+
+    async def announce(self, address: str, info: Mapping[str, str]) -> None:
+        """See `WorkerStreams.announce`. Each heartbeat repeats it, so an emptied Redis learns it again."""
+        self._announcement |= {"address": address, "info": dict(info)}
+        await self._beat([])
+
+    async def finished(self) -> bool:
+        """See `WorkerStreams.finished`."""
+        return bool(
+            await self._link.ask("whether the run is finished", "exists", self._keys.finished)
+        )
+
+    async def leave(self) -> None:
+        """See `WorkerStreams.leave`."""
+        registry = [self._keys.members(self._role), self._keys.info(self._role)]
+        args = [self._group, self.consumer]
+        await self._link.run("leaving", "leave", registry + self._stream_keys, args)
+
+    async def close(self) -> None:
+        """See `WorkerStreams.close`."""
+        await self._link.close()

@@ -1,0 +1,42 @@
+#!lua flags=allow-oom
+-- The learner collects: first what earlier terms had collected and not settled, then what is new.
+-- KEYS: term, then the streams
+-- ARGV: term, group, consumer, limit
+-- Returns {entries, newest id of each stream}; an entry is {stream index, id, fields}.
+
+local refused = fenced(KEYS[1], ARGV[1])
+if refused then return refused end
+local group, consumer, room = ARGV[2], ARGV[3], tonumber(ARGV[4])
+local found = {}
+local function deliver(s, entry)
+  found[#found + 1] = {s, entry[1], entry[2]}
+  room = room - 1
+end
+
+for s = 1, #KEYS - 1 do
+  local stream = KEYS[1 + s]
+  for _, owner in ipairs(redis.call('XPENDING', stream, group)[4] or {}) do
+    local rows = {}
+    if owner[1] ~= consumer and room > 0 then
+      rows = redis.call('XPENDING', stream, group, '-', '+', room, owner[1])
+    end
+    for _, row in ipairs(rows) do
+      local entry = redis.call('XCLAIM', stream, group, consumer, 0, row[1])[1]
+      if entry then deliver(s, entry) end
+    end
+    -- All of it was claimed: the name of the earlier term is not needed any more.
+    if owner[1] ~= consumer and #rows == tonumber(owner[2]) then
+      redis.call('XGROUP', 'DELCONSUMER', stream, group, owner[1])
+    end
+  end
+end
+for s = 1, #KEYS - 1 do
+  if room > 0 then
+    local reply = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', room, 'STREAMS', KEYS[1 + s], '>')
+    for _, entry in ipairs(reply and reply[1][2] or {}) do deliver(s, entry) end
+  end
+end
+
+local ids = {}
+for s = 1, #KEYS - 1 do ids[s] = newest(KEYS[1 + s]) end
+return {found, ids}
