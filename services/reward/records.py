@@ -1,0 +1,109 @@
+"""What reward functions see of a record: plain samples, made from rollouts and from `Score` requests."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat.errors import DataError
+from offbeat.v1 import reward_pb2, samples_pb2
+
+FINISH_REASONS = {
+    samples_pb2.FINISH_REASON_STOP: "stop",
+    samples_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion to score."""
+
+    prompt: str
+    completion: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    completion_token_ids: Sequence[int] = ()
+    finish_reason: str = "stop"
+    """"stop" (an end-of-sequence token or a stop string) or "length"."""
+
+
+def samples_of_rollout(rollout: samples_pb2.Rollout) -> list[Sample]:
+    """The samples of a group. Raises `DataError` when the group is not whole or contradicts itself."""
+    task = rollout.task
+    if task.kind not in {samples_pb2.TASK_KIND_TRAIN, samples_pb2.TASK_KIND_EVALUATION}:
+        raise DataError(f"task.kind: expected TRAIN or EVALUATION, found {task.kind}")
+    if task.k < 1 or len(rollout.completions) != task.k:
+        raise DataError(
+            f"completions: expected task.k = {task.k} >= 1 of them, found {len(rollout.completions)}"
+        )
+    columns = decode_columns(task.columns)
+    for index, completion in enumerate(rollout.completions):
+        _check_completion(index, completion)
+    return [
+        Sample(
+            prompt=task.prompt_text,
+            completion=completion.text,
+            columns=columns,
+            completion_token_ids=list(completion.token_ids),
+            finish_reason=FINISH_REASONS[completion.finish_reason],
+        )
+        for completion in rollout.completions
+    ]
+
+
+def sample_of_item(item: reward_pb2.ScoreItem) -> Sample:
+    """The sample of one item of a `Score` request. Raises `DataError`."""
+    reason = item.finish_reason or samples_pb2.FINISH_REASON_STOP
+    if reason not in FINISH_REASONS:
+        raise DataError(f"finish_reason: expected STOP or LENGTH, found {reason}")
+    return Sample(
+        prompt=item.prompt,
+        completion=item.completion,
+        columns=decode_columns(item.columns),
+        completion_token_ids=list(item.completion_token_ids),
+        finish_reason=FINISH_REASONS[reason],
+    )
+
+
+def decode_columns(columns: Mapping[str, samples_pb2.ColumnValue]) -> dict[str, Any]:
+    """Columns as Python values: json is parsed, a value that is not set is None. Raises `DataError`."""
+    return {name: _decode(name, value) for name, value in columns.items()}
+
+
+def _decode(name: str, value: samples_pb2.ColumnValue) -> Any:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind != "json":
+        return getattr(value, kind)
+    try:
+        return json.loads(value.json)
+    except ValueError as error:
+        raise DataError(
+            f"column {name!r}: expected JSON, found {value.json[:80]!r} ({error})"
+        ) from error
+
+
+def _check_completion(index: int, completion: samples_pb2.Completion) -> None:
+    tokens = len(completion.token_ids)
+    if completion.finish_reason not in FINISH_REASONS:
+        raise DataError(
+            f"completion {index}: finish_reason: expected STOP or LENGTH, found {completion.finish_reason}"
+        )
+    lengths = {
+        "logprobs": (len(completion.logprobs), False),
+        "version_spans": (sum(span.count for span in completion.version_spans), False),
+        "loss_mask": (len(completion.loss_mask), True),
+        "reference_logprobs": (len(completion.reference_logprobs), True),
+        "segments": (sum(segment.token_count for segment in completion.segments), True),
+    }
+    for name, (length, may_be_empty) in lengths.items():
+        if length != tokens and not (may_be_empty and length == 0):
+            raise DataError(
+                f"completion {index}: {name}: expected {tokens}, one per token, found {length}"
+            )
+    for place, logprob in enumerate(completion.logprobs):
+        if not math.isfinite(logprob):
+            raise DataError(
+                f"completion {index}: logprobs: expected finite numbers, found {logprob} at {place}"
+            )
