@@ -134,6 +134,8 @@ class Supervisor:
             if delay is None:
                 return
             await self._pause(delay)
+            if code == 0 and not self._stopping.is_set():
+                self._report(f"{kept.spec.name} was ended (exit code 0); starting it again")
 
     def _judge(self, kept: _Kept, code: int, lived: float) -> float | None:
         """Seconds until the next start, or None when the outcome of the run is decided."""
@@ -150,9 +152,9 @@ class Supervisor:
         if delay is None:
             self._settle(_crashed_too_often(kept, code))
             return None
-        self._report(
-            f"{name} ended with {describe_exit(code)}; starting again in {delay:g} s; log: {log}"
-        )
+        if code != 0:
+            how = describe_exit(code)
+            self._report(f"{name} ended with {how}; starting again in {delay:g} s; log: {log}")
         return delay
 
     async def _pause(self, seconds: float) -> None:

@@ -1,0 +1,105 @@
+"""`offbeat status`: what every process of a run is doing."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offbeat.cli.options import RunName, RunsFolder
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from offbeat.local.status import MemberStatus, RunStatus
+
+WATCH_SECONDS = 2.0
+
+
+def status(
+    run: RunName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every 2 s.")] = False,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Show what every process of a run is doing, and how full its streams are."""
+    import asyncio
+    import json
+    import time
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from offbeat.local.folder import find_run
+    from offbeat.local.status import run_status
+
+    if as_json and watch:
+        raise typer.BadParameter("--json and --watch exclude each other")
+    folder = find_run(run, runs)
+    found = asyncio.run(run_status(folder))
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+        return
+    console = Console()
+    if not watch:
+        console.print(_render(found))
+        return
+    with Live(_render(found), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_SECONDS)
+            live.update(_render(asyncio.run(run_status(folder))), refresh=True)
+
+
+def _render(found: "RunStatus") -> "RenderableType":
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    state = "running here" if found.running else "no `offbeat run` holds it"
+    head = Text(f"{found.run_id}: {state}\n{found.folder}")
+    table = Table()
+    for column in ("service", "member", "address", "version", "doing", "waits", "up"):
+        table.add_column(column, overflow="fold")
+    for member in found.members:
+        table.add_row(*_row(member))
+    parts: list[RenderableType] = [head, table]
+    if found.streams:
+        streams = Table()
+        for column in ("stream", "entries", "pending"):
+            streams.add_column(column, justify="left" if column == "stream" else "right")
+        for stream in found.streams:
+            streams.add_row(stream.stream.value, str(stream.entries), str(stream.pending))
+        parts.append(streams)
+    if found.redis_error:
+        parts.append(Text(f"streams: {found.redis_error}"))
+    return Group(*parts)
+
+
+def _row(member: "MemberStatus") -> tuple[str, ...]:
+    who = (member.service, member.member_id, member.address)
+    answer = member.status
+    if answer is None:
+        return (*who, "–", f"no answer ({member.error})", "–", "–")
+    up = float(answer.get("uptime_seconds", 0.0))
+    waits = "–"
+    if up > 0 and "waiting_seconds" in answer:
+        waits = f"{answer['waiting_seconds'] / up:.0%}"
+    version, doing = _doing(member.service, answer)
+    return (*who, version, doing, waits, f"{up:.0f} s" if up else "–")
+
+
+def _doing(service: str, answer: dict[str, Any]) -> tuple[str, str]:
+    """The version that a member holds, and what it is doing, in words."""
+    if service == "learner":
+        progress = answer.get("progress", {})
+        state = str(progress.get("state", "")).removeprefix("LEARNER_STATE_").lower()
+        done = f"step {progress.get('step', 0)}/{progress.get('total_steps', 0)}"
+        return str(progress.get("version", "–")), f"{state}, {done}"
+    if service == "checkpoint":
+        stored = int(answer["stored_bytes"]) / 1024**2
+        held = f"{answer['available_versions']} versions, {stored:.1f} MiB, term {answer['term']}"
+        return str(answer["latest_version"]), held
+    groups = f"{answer['groups_in_flight']} groups under way, {answer['groups_finished']} finished"
+    if answer.get("draining"):
+        groups += ", draining"
+    return str(answer.get("version", "–")), groups

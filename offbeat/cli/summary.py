@@ -1,0 +1,108 @@
+"""What `offbeat run` says at the end: what was gained, how long it took, where everything is."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.local.folder import RunFolder
+from offbeat.local.run import Outcome
+
+KINDS = {"greedy": "held-out pass@1, greedy", "sampled": "held-out pass@1, sampled"}
+
+
+def collect_metrics(folder: Path, last: Mapping[str, float]) -> dict[str, float]:
+    """All metrics of a run by name, the last value of each; an evaluation's first value as NAME_start.
+
+    The file goes back to before a restart or a resume, which the learner's last message does not.
+    """
+    metrics: dict[str, float] = {}
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the learner died while it wrote this line
+        found = {name: value for name, value in entry.items() if isinstance(value, int | float)}
+        for kind in KINDS:
+            name = f"eval/{kind}/pass@1"
+            if name in found:
+                metrics.setdefault(f"{name}_start", found[name])
+        metrics.update(found)
+    metrics.update(last)
+    return metrics
+
+
+def print_summary(console: Console, folder: RunFolder, outcome: Outcome) -> None:
+    """Prints tables of results and times, and where to look further."""
+    last = outcome.progress
+    metrics = collect_metrics(folder.path, last.metrics if last is not None else {})
+    console.print()
+    if any(f"eval/{kind}/pass@1" in metrics for kind in KINDS):
+        console.print(_heldout_table(metrics))
+    facts = Table.grid(padding=(0, 2))
+    if last is not None:
+        facts.add_row("steps", f"{last.step} of {last.total_steps}, version {last.version}")
+        facts.add_row(
+            "groups", f"{last.trained} trained, {last.filtered} filtered, {last.dead} dead"
+        )
+    for name, seconds in (
+        ("preparing", outcome.prepare_seconds),
+        ("starting", outcome.start_seconds),
+        ("training", outcome.train_seconds),
+    ):
+        if seconds:
+            facts.add_row(name, f"{seconds:.0f} s")
+    for name, path in (
+        ("model", folder.export),
+        ("checkpoints", folder.path / "checkpoints"),
+        ("metrics", folder.path / "metrics.jsonl"),
+        ("logs", folder.logs),
+    ):
+        if path.exists():
+            facts.add_row(name, str(path))
+    console.print(facts, soft_wrap=True)
+    _print_hints(console, folder)
+
+
+def _print_hints(console: Console, folder: RunFolder) -> None:
+    hints = [f"offbeat status {folder.path}", f"offbeat run --resume {folder.path}"]
+    if not folder.export.exists():
+        hints.insert(0, f"offbeat export {folder.path}")
+    if (folder.path / "tensorboard").exists():
+        hints.append(f"tensorboard --logdir {folder.path / 'tensorboard'}")
+    console.print("look further: " + "\n              ".join(hints), markup=False, soft_wrap=True)
+
+
+def _heldout_table(metrics: Mapping[str, float]) -> Table:
+    table = Table(title="Held-out", title_justify="left")
+    for column in ("", "before", "after", "gain"):
+        table.add_column(column, justify="left" if not column else "right")
+    for kind, title in KINDS.items():
+        name = f"eval/{kind}/pass@1"
+        after = metrics.get(f"{name}_end", metrics.get(name))
+        before = metrics.get(f"{name}_start")
+        if after is None:
+            continue
+        gain = "–" if before is None else f"{100 * (after - before):+.1f} points"
+        table.add_row(
+            title,
+            _with_interval(metrics, before, f"{name}_start"),
+            _with_interval(metrics, after, f"{name}_end", name),
+            gain,
+        )
+    return table
+
+
+def _with_interval(metrics: Mapping[str, float], value: float | None, *names: str) -> str:
+    """A value and its 95 % interval, where one of `names` has one (NAME_low, NAME_high)."""
+    if value is None:
+        return "–"
+    for name in names:
+        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+        if low is not None and high is not None:
+            return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{value:.3f}"

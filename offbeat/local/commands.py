@@ -1,0 +1,124 @@
+"""What `offbeat run` starts: the command, environment and place in the order of each process.
+
+Used by `offbeat.local.run`, and by ``--dry-run`` and `offbeat serve`, which show and start the same commands.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import Recipe
+from offbeat.config.service import RpcSettings
+from offbeat.errors import ConfigError
+from offbeat.local.supervisor import ProcessSpec
+from offbeat.local.threads import share_threads
+
+SERVICES = ("checkpoint", "generator", "reward", "learner")
+SECTIONS = {
+    "checkpoint": ("run", "checkpoint", "telemetry"),
+    "generator": (
+        "run",
+        "model",
+        "sampling",
+        "schedule",
+        "generator",
+        "checkpoint",
+        "redis",
+        "telemetry",
+    ),
+    "reward": ("run", "model", "reward", "redis", "telemetry"),
+    "learner": (
+        *("run", "model", "data", "sampling", "schedule", "evaluation", "learner", "checkpoint"),
+        *("redis", "telemetry"),
+    ),
+}
+"""Sections of the recipe that matter to each service."""
+
+LEARNER_STOPS, WORKERS_STOP, CHECKPOINT_STOPS, REDIS_STOPS = range(4)
+"""Order of stopping: each may still need those after it while it drains."""
+
+
+def service_command(
+    service: str, recipe_file: str, overrides: Sequence[str] = (), *, ranks: int = 1
+) -> tuple[str, ...]:
+    """The command line of a service; a learner of several ranks goes through torchrun."""
+    module = ["-m", f"services.{service}"]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        module = [*torchrun, *module]
+    sets = [part for override in overrides for part in ("--set", override)]
+    return (sys.executable, *module, "--recipe", recipe_file, *sets)
+
+
+def checkpoint_spec(recipe: Recipe, recipe_file: Path, *, cores: int) -> ProcessSpec:
+    """The checkpoint service, which is started before the others."""
+    return ProcessSpec(
+        service="checkpoint",
+        command=service_command("checkpoint", str(recipe_file)),
+        env=_environment(recipe, "checkpoint", cores),
+        stop_order=CHECKPOINT_STOPS,
+    )
+
+
+def worker_specs(
+    recipe: Recipe, recipe_file: Path, *, redis_url: str, checkpoint_address: str, cores: int
+) -> list[ProcessSpec]:
+    """Generators, reward workers, and the learner. Raises `ConfigError` when two would take one port."""
+    overrides = [f"redis.url={redis_url}", f"checkpoint.address={checkpoint_address}"]
+    specs = []
+    for service, replicas in (
+        ("generator", recipe.generator.replicas),
+        ("reward", recipe.reward.replicas),
+    ):
+        _check_ports(service, getattr(recipe, service).rpc, replicas)
+        specs += [
+            ProcessSpec(
+                service=service,
+                index=index,
+                command=service_command(service, str(recipe_file), overrides),
+                env=_environment(recipe, service, cores),
+                stop_order=WORKERS_STOP,
+            )
+            for index in range(replicas)
+        ]
+    ranks = recipe.learner.ranks
+    learner = ProcessSpec(
+        service="learner",
+        command=service_command("learner", str(recipe_file), overrides, ranks=ranks),
+        env=_environment(recipe, "learner", cores),
+        finishes=True,
+        stop_order=LEARNER_STOPS,
+    )
+    return [*specs, learner]
+
+
+def recipe_part(recipe: Recipe, service: str) -> dict[str, Any]:
+    """The sections of the recipe that matter to a service."""
+    tree = recipe.model_dump(mode="json")
+    return {section: tree[section] for section in SECTIONS[service] if tree[section] is not None}
+
+
+def grace_seconds(recipe: Recipe) -> float:
+    """Time from SIGTERM to SIGKILL: the longest drain of a service, and a little for its end."""
+    parts = (recipe.learner, recipe.generator, recipe.reward, recipe.checkpoint)
+    return max(part.rpc.drain_seconds for part in parts) + 10.0
+
+
+def _environment(recipe: Recipe, service: str, cores: int) -> dict[str, str]:
+    threads = share_threads(recipe, cores)[service]
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+
+
+def _check_ports(service: str, rpc: RpcSettings, replicas: int) -> None:
+    if replicas < 2:
+        return
+    for key, port in (
+        ("bind", int(rpc.bind.rpartition(":")[2])),
+        ("metrics_port", rpc.metrics_port),
+    ):
+        if port:
+            raise ConfigError(
+                f"{service}.rpc.{key}: found the fixed port {port}, but {service}.replicas is {replicas} and each "
+                "process needs a port of its own; set port 0, and the system chooses"
+            )

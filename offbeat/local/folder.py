@@ -1,0 +1,150 @@
+"""The folder of one run: made once, locked by the process that runs it, found again by `status` and the like.
+
+RUN/recipe.yaml   the resolved recipe          RUN/logs/       a log per process and attempt
+RUN/lock          held while the run goes on   RUN/addresses/  HOST:PORT of each process
+"""
+
+import fcntl
+import os
+import secrets
+import time
+from pathlib import Path
+from types import TracebackType
+
+from offbeat.config import Recipe, load_recipe
+from offbeat.config.load import dump_recipe
+from offbeat.errors import ConfigError
+
+RECIPE_FILE = "recipe.yaml"
+LOCK_FILE = "lock"
+
+
+class RunFolder:
+    """A run's folder, locked for this process until `close`. Make it with `create` or `resume`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.addresses = path / "addresses"
+        self.export = path / "export"
+        self.recipe_file = path / RECIPE_FILE
+        self._lock = lock
+
+    @classmethod
+    def create(cls, recipe: Recipe) -> tuple["RunFolder", Recipe]:
+        """Makes the folder of a new run, and the recipe with the run's id and absolute folder.
+
+        Raises `ConfigError` when the folder exists.
+        """
+        recipe = with_run_id(recipe)
+        path = Path(recipe.run.directory) / recipe.run_id
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            raise ConfigError(
+                f"run.id {recipe.run_id}: the folder {path} exists already; choose another run.id, "
+                f"or go on with that run: offbeat run --resume {path}"
+            ) from None
+        folder = cls(path, _lock(path))
+        folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
+        return folder, recipe
+
+    @classmethod
+    def resume(cls, path: Path, overrides: list[str]) -> tuple["RunFolder", Recipe]:
+        """Takes the folder of an earlier run, with its recipe changed by `overrides`.
+
+        Raises `ConfigError` when it is no run's folder or another process runs it.
+        """
+        path = path.resolve()
+        lock = _lock(path)
+        try:
+            recipe = load_recipe(path / RECIPE_FILE, overrides)
+            if Path(recipe.run.directory) / recipe.run_id != path:
+                # The folder was moved; its settings follow.
+                place = [f"run.directory={path.parent}", f"run.id={path.name}"]
+                recipe = load_recipe(path / RECIPE_FILE, [*overrides, *place])
+        except ConfigError:
+            os.close(lock)
+            raise
+        folder = cls(path, lock)
+        folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
+        return folder, recipe
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        os.close(self._lock)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def with_run_id(recipe: Recipe) -> Recipe:
+    """The recipe with a run id (name, time, and four random digits unless it has one) and an absolute folder."""
+    made = f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    directory = str(Path(recipe.run.directory).resolve())
+    run = recipe.run.model_copy(update={"id": recipe.run.id or made, "directory": directory})
+    return recipe.model_copy(update={"run": run})
+
+
+def find_run(run: str | None, runs: Path) -> Path:
+    """The folder of a run: `run` is a folder or an id below `runs`; None means the newest.
+
+    Raises `ConfigError` when there is none.
+    """
+    if run is not None:
+        for path in (Path(run), runs / run):
+            if (path / RECIPE_FILE).is_file():
+                return path.resolve()
+        raise ConfigError(
+            f"run {run}: found neither a folder {run} nor {runs / run} with a {RECIPE_FILE}; "
+            f"runs there: {', '.join(path.name for path in list_runs(runs)) or 'none'}"
+        )
+    found = list_runs(runs)
+    if not found:
+        raise ConfigError(
+            f"no run found in {runs.resolve()}; start one with `offbeat run RECIPE`, or name its folder"
+        )
+    return found[0].resolve()
+
+
+def list_runs(runs: Path) -> list[Path]:
+    """Folders of runs below `runs`, the newest first."""
+    files = list(runs.glob(f"*/{RECIPE_FILE}"))
+    return [file.parent for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process is running the run at this moment."""
+    try:
+        os.close(_lock(path))
+    except ConfigError:
+        return True
+    return False
+
+
+def _lock(path: Path) -> int:
+    if not path.is_dir():
+        raise ConfigError(f"run folder {path}: no such folder; `offbeat status` lists runs")
+    # Not inheritable (the default), so that a child that outlives its parent can't hold it.
+    descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise ConfigError(
+            f"run folder {path}: another process (pid {owner}) is running it; stop that one first, "
+            "or start a new run"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor

@@ -1,0 +1,88 @@
+"""A run's folder belongs to one process at a time."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from offbeat.config import Recipe, load_recipe
+from offbeat.errors import ConfigError
+from offbeat.local.folder import RunFolder, find_run, is_locked
+
+RESUME = "import sys; from pathlib import Path; from offbeat.local.folder import RunFolder; "
+RESUME += "RunFolder.resume(Path(sys.argv[1]), [])"
+
+
+def test_a_new_run_gets_an_id_and_its_resolved_recipe(recipe: Recipe) -> None:
+    folder, resolved = RunFolder.create(recipe)
+    with folder:
+        assert re.fullmatch(r"tiny-\d{8}-\d{6}-[0-9a-f]{4}", resolved.run_id)
+        assert folder.path == Path(recipe.run.directory) / resolved.run_id
+        assert load_recipe(folder.recipe_file) == resolved
+
+
+def test_a_folder_cannot_be_made_twice(recipe: Recipe) -> None:
+    named = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": "mine"})})
+    with RunFolder.create(named)[0] as folder:
+        with pytest.raises(ConfigError, match=r"run\.id mine: .*exists already; .*--resume"):
+            RunFolder.create(named)
+        assert folder.path.is_dir()
+
+
+def test_a_running_run_cannot_be_resumed(recipe: Recipe) -> None:
+    with RunFolder.create(recipe)[0] as folder:
+        assert is_locked(folder.path)
+        with pytest.raises(ConfigError, match=f"pid {os.getpid()}\\) is running it"):
+            RunFolder.resume(folder.path, [])
+        command = [sys.executable, "-c", RESUME, str(folder.path)]
+        other = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "is running it; stop that one first" in other.stderr
+    assert not is_locked(folder.path)
+
+
+def test_resume_keeps_the_recipe_and_takes_overrides(recipe: Recipe) -> None:
+    with RunFolder.create(recipe)[0] as folder:
+        path = folder.path
+    with RunFolder.resume(path, ["schedule.steps=9"])[0] as folder:
+        assert load_recipe(folder.recipe_file).schedule.steps == 9
+        assert load_recipe(folder.recipe_file).run_id == path.name
+
+
+def test_a_moved_folder_can_be_resumed(recipe: Recipe, tmp_path: Path) -> None:
+    with RunFolder.create(recipe)[0] as folder:
+        path = folder.path
+    moved = path.rename(tmp_path / "elsewhere")
+    with RunFolder.resume(moved, [])[0] as folder:
+        resolved = load_recipe(folder.recipe_file)
+        assert Path(resolved.run.directory) / resolved.run_id == moved
+
+
+def test_a_refused_resume_gives_the_lock_back(recipe: Recipe) -> None:
+    with RunFolder.create(recipe)[0] as folder:
+        path = folder.path
+    with pytest.raises(ConfigError, match="stepz"):
+        RunFolder.resume(path, ["schedule.stepz=9"])
+    assert not is_locked(path)
+
+
+def test_runs_are_found_by_id_by_folder_and_as_the_newest(recipe: Recipe) -> None:
+    paths = []
+    for age, name in ((20, "old"), (10, "new")):
+        named = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": name})})
+        with RunFolder.create(named)[0] as folder:
+            paths.append(folder.path)
+            changed = folder.recipe_file.stat().st_mtime - age
+            os.utime(folder.recipe_file, (changed, changed))
+    runs = Path(recipe.run.directory)
+    assert find_run(None, runs) == paths[1]
+    assert find_run("old", runs) == paths[0]
+    assert find_run(str(paths[0]), runs) == paths[0]
+    with pytest.raises(ConfigError, match="run other: .*runs there: new, old"):
+        find_run("other", runs)
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run found in .*start one with"):
+        find_run(None, tmp_path)
