@@ -39,7 +39,7 @@ class Keys:
         self.term = self._prefix + "term"
         """Hash: the current term and its learner."""
         self.in_flight = self._prefix + "inflight"
-        """Hash: ordinal -> "term:attempt"; evaluations under `evaluation_field`."""
+        """Hash: ordinal -> "term:attempt"; see `records.in_flight_field`."""
         self.lone = self._prefix + "lone"
         """Hash: "stream key|entry id" -> "next" (must run alone) or "now:CONSUMER" (runs alone there)."""
         self.finished = self._prefix + "finished"
@@ -58,8 +58,3 @@ class Keys:
     def info(self, role: Role) -> str:
         """Hash: consumer -> what it announced, as JSON."""
         return f"{self._prefix}info:{role}"
-
-
-def evaluation_field(evaluation_id: str, ordinal: int) -> str:
-    """Field of `Keys.in_flight` for a prompt of an evaluation. Never a bare number, as those of training are."""
-    return f"e:{evaluation_id}:{ordinal}"

@@ -28,16 +28,31 @@ class Malformed(ValueError):
     """An entry is not a record of its stream; the text becomes the reason of its dead letter."""
 
 
-def task_fields(task: samples.PromptTask) -> dict[str, str | bytes]:
+def task_fields(task: samples.PromptTask) -> dict[bytes, bytes]:
     """Fields of the entry that issues a task."""
     return {
-        "p": task.SerializeToString(),
-        "o": str(task.ordinal),
-        "a": str(task.attempt),
-        "k": str(task.kind),
-        "e": task.evaluation_id,
-        "v": str(task.min_version),
+        b"p": task.SerializeToString(),
+        b"o": b"%d" % task.ordinal,
+        b"a": b"%d" % task.attempt,
+        b"k": b"%d" % task.kind,
+        b"e": task.evaluation_id.encode(),
+        b"v": b"%d" % task.min_version,
     }
+
+
+def in_flight_field(task: samples.PromptTask | samples.DeadLetter) -> str:
+    """Name under which a task counts as in flight. An evaluation's is never a bare number."""
+    if task.kind == samples.TASK_KIND_EVALUATION:
+        return f"e:{task.evaluation_id}:{task.ordinal}"
+    return str(task.ordinal)
+
+
+def settled_field(record: AnyRecord) -> str | None:
+    """Name that a collected record takes out of flight when it is settled: only evaluations do so by themselves."""
+    told = record.rollout.task if isinstance(record, samples.ScoredRollout) else record
+    if isinstance(told, samples.Rollout) or told.kind != samples.TASK_KIND_EVALUATION:
+        return None
+    return in_flight_field(told)
 
 
 def decode(stream: Stream, fields: Fields) -> AnyRecord:

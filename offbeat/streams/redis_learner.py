@@ -9,9 +9,16 @@ from typing import Any, get_args
 from offbeat.config.service import RedisSettings
 from offbeat.errors import ServiceUnavailable, StreamError
 from offbeat.streams.base import Backlog, Delivery, InFlight, LearnerStreams, Member, Stream
-from offbeat.streams.keys import GROUPS, LEARNER, SOURCES, Keys, Role, evaluation_field
+from offbeat.streams.keys import GROUPS, LEARNER, SOURCES, Keys, Role
 from offbeat.streams.link import Argument, Link, NoGroup, Unreachable, fields_of
-from offbeat.streams.records import Fields, Malformed, decode, task_fields
+from offbeat.streams.records import (
+    Fields,
+    Malformed,
+    decode,
+    in_flight_field,
+    settled_field,
+    task_fields,
+)
 from offbeat.streams.server_check import check_server
 from offbeat.v1 import samples_pb2 as samples
 
@@ -95,7 +102,14 @@ class RedisLearnerStreams(LearnerStreams):
             for task in tasks[start : start + CHUNK]:
                 fields = _flat(task)
                 place = 4 if task.kind == samples.TASK_KIND_EVALUATION else 3
-                args += [place, _field(task), task.term, task.attempt, len(fields), *fields]
+                args += [
+                    place,
+                    in_flight_field(task),
+                    task.term,
+                    task.attempt,
+                    len(fields),
+                    *fields,
+                ]
             issued += await self._link.run("issuing prompt tasks", "issue", keys, args)
         return issued
 
@@ -211,7 +225,8 @@ class RedisLearnerStreams(LearnerStreams):
         """See `LearnerStreams.settle`. What belongs to evaluations is taken out of flight as well."""
         settled = list(deliveries)
         fields = [str(ordinal) for ordinal in ordinals]
-        fields += [field for field in map(_evaluation_field, settled) if field is not None]
+        told = [settled_field(delivery.record) for delivery in settled]
+        fields += [field for field in told if field is not None]
         for start in range(0, len(settled), CHUNK):
             await self._settle(settled[start : start + CHUNK], [])
         for start in range(0, len(fields), CHUNK):
@@ -232,7 +247,7 @@ class RedisLearnerStreams(LearnerStreams):
         keys = [self._keys.term, self._keys.in_flight]
         keys += [self._keys.stream(delivery.stream), self._keys.stream(target)]
         args: list[Argument] = [self._current_term, LEARNER, delivery.entry_id]
-        args += [_field(task), task.term, task.attempt, *_flat(task)]
+        args += [in_flight_field(task), task.term, task.attempt, *_flat(task)]
         await self._link.run(f"retiring ordinal {task.ordinal}", "retire", keys, args)
         self._collected.discard(delivery.key)
 
@@ -288,20 +303,5 @@ class RedisLearnerStreams(LearnerStreams):
         return found
 
 
-def _field(task: samples.PromptTask) -> str:
-    """The task's field of the hash of what is in flight."""
-    if task.kind == samples.TASK_KIND_EVALUATION:
-        return evaluation_field(task.evaluation_id, task.ordinal)
-    return str(task.ordinal)
-
-
-def _evaluation_field(delivery: Delivery) -> str | None:
-    record = delivery.record
-    told = record.rollout.task if isinstance(record, samples.ScoredRollout) else record
-    if told.kind != samples.TASK_KIND_EVALUATION:
-        return None
-    return evaluation_field(told.evaluation_id, told.ordinal)
-
-
-def _flat(task: samples.PromptTask) -> list[str | bytes]:
+def _flat(task: samples.PromptTask) -> list[bytes]:
     return [part for pair in task_fields(task).items() for part in pair]

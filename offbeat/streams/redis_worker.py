@@ -59,8 +59,11 @@ class RedisWorkerStreams(WorkerStreams):
         self, limit: int, *, held_version: int = 0, wait_seconds: float = 1.0
     ) -> list[Delivery]:
         """See `WorkerStreams.take`. Also returns [] while Redis is away."""
+        if limit <= 0:
+            await asyncio.sleep(wait_seconds)
+            return []
         end = time.monotonic() + wait_seconds
-        while limit > 0:
+        while True:
             after = dict.fromkeys(self._stream_keys, "$")
             left_behind = 1
             try:
@@ -75,12 +78,11 @@ class RedisWorkerStreams(WorkerStreams):
                 pass  # the learner has not created the streams yet, or Redis was emptied and it will again
             left = end - time.monotonic()
             if left <= 0:
-                break
+                return []
             # A new entry ends the wait. What is there but could not be taken does not, hence the polling.
             await self._link.wait_for_entries(
                 after, min(left, POLL_SECONDS) if left_behind else left
             )
-        return []
 
     async def _take_once(
         self, limit: int, held_version: int
