@@ -10,6 +10,7 @@ per token (log-probs, masks) lies in flat arrays, row after row, without padding
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +116,9 @@ class StepBatch:
     def tokens_of(self, groups: range) -> int:
         """Number of trained tokens of the groups."""
         rows = [row for group in groups for row in self.rows_of(group)]
-        return int(self.mask[self.offsets[rows[0]] : self.offsets[rows[-1] + 1]].sum()) if rows else 0
+        return (
+            int(self.mask[self.offsets[rows[0]] : self.offsets[rows[-1] + 1]].sum()) if rows else 0
+        )
 
     def rows_of(self, group: int) -> range:
         """The rows of a group."""
@@ -171,7 +174,10 @@ class StepBatch:
             for end, group in zip(ends, self.groups, strict=True)
         ]
         return [
-            [tuple(rows[k] for k in unit) for unit in units_of(self.rewards[rows.start : rows.stop])]
+            [
+                tuple(rows[k] for k in unit)
+                for unit in units_of(self.rewards[rows.start : rows.stop])
+            ]
             for rows in self._rows
         ]
 
@@ -188,7 +194,7 @@ def mini_batches(count: int, parts: int) -> list[range]:
     Some are empty when there are fewer groups than parts.
     """
     edges = [count * part // parts for part in range(parts + 1)]
-    return [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [range(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def shares(
@@ -222,6 +228,11 @@ def _micro_batches(units: Sequence[Unit], widths: dict[Unit, int], max_tokens: i
             rows, width = len(unit), widths[unit]
         done[-1].append(unit)
     return done
+
+
+def rows_in(units: Sequence[Unit]) -> list[int]:
+    """The rows of units, in their order."""
+    return [row for unit in units for row in unit]
 
 
 def fits(units: Sequence[Unit], lengths: np.ndarray, max_tokens: int) -> bool:

@@ -55,9 +55,10 @@ def join(rank: int, world: int, rendezvous: str | None) -> bool:
 
 def device_of(rank: int) -> torch.device:
     """The device of a rank: its GPU on this machine, or the CPU."""
+    # DeepSpeed insists on the variable, which only some launchers set.
+    local = int(os.environ.setdefault("LOCAL_RANK", str(rank % max(1, torch.cuda.device_count()))))
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 

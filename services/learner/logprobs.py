@@ -83,7 +83,12 @@ class TokenScorer(nn.Module):
         self._cuts_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(
-        self, tokens_B_S: Tensor, prompt_B: Tensor, completion_B: Tensor, first: int, temperature: float
+        self,
+        tokens_B_S: Tensor,
+        prompt_B: Tensor,
+        completion_B: Tensor,
+        first: int,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies), both (B, T) float32, 0 at padding.
 

@@ -48,6 +48,10 @@ class Means:
         place = 2 * self._names.index(name)
         self.vector[place : place + 2] += total, count
 
+    def total(self, name: str) -> float:
+        """Sum of a name's values."""
+        return float(self.vector[2 * self._names.index(name)])
+
     def metrics(self) -> Metrics:
         """The mean of each name that has values."""
         pairs = self.vector.reshape(-1, 2)

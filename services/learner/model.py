@@ -83,9 +83,11 @@ def load_policy(folder: str | Path, *, dtype: str = "float32") -> PreTrainedMode
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     folder = Path(folder)
     config = _without_dropout(_load_config(folder))
+    disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             str(folder),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from offbeat.config import Recipe
 from offbeat.errors import CheckpointError
@@ -27,6 +28,7 @@ from services.learner.batching import (
     check_groups,
     fits,
     mini_batches,
+    rows_in,
     shares,
 )
 from services.learner.distributed import (
@@ -88,11 +90,11 @@ class Trainer:
             if self._rank == 0:
                 check_groups(groups, self._recipe.model.max_context)
             batch = StepBatch(broadcast_groups(groups), self._loss.units)
-        step = _Step(batch, clock, metrics.Means(("loss", "entropy", *self._loss.metric_names)))
+        step = _Step(batch, clock, self._loss.metric_names)
         with clock("reference"):
             step.reference = self._reference_logprobs(batch)
         with clock("old"):
-            self._old_logprobs(step)
+            self._fix_old_logprobs(step)
         count = self._settings.batching.mini_batches
         for _ in range(self._settings.batching.passes):
             for part in mini_batches(len(batch.groups), count):
@@ -104,12 +106,16 @@ class Trainer:
         sequences = [list(sequence) for sequence in parity_sequences]
         parity = self.parity_logprobs(sequences)
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self._engine.parameters():
+        model = self._engine.scorer.model
+        for name, parameter in model.named_parameters():
             with self._engine.gathered(parameter):
                 if self._rank == 0:
-                    tensors[name] = parameter.detach().to("cpu", copy=True).contiguous()
+                    tensors[name] = _host_copy(parameter)
         if self._rank == 0:
-            tensors = _checkpoint_names(self._engine.scorer.model, tensors)
+            saved = model.state_dict().keys()
+            tensors |= {n: _host_copy(b) for n, b in model.named_buffers() if n in saved}
+            # What transformers renames or fuses when it loads a model, it undoes here.
+            tensors = revert_weight_conversion(model, tensors)
         return Snapshot(tensors, self._updates, list(zip(sequences, parity, strict=False)))
 
     def parity_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -182,23 +188,24 @@ class Trainer:
         given = batch.flat_references()
         return self._score(self._reference, batch, batch.used_rows()) if given is None else given
 
-    def _old_logprobs(self, step: _Step) -> None:
-        """Fixes pi_old where it is not the policy that the only update itself runs."""
+    def _fix_old_logprobs(self, step: _Step) -> None:
+        """pi_old for the whole step; with a single update it is the policy of that update itself."""
         batch = step.batch
         if self._settings.old_logprobs == "behaviour":
             step.old = batch.behaviour
         elif self._loss.needs_old and self._settings.updates_per_step > 1:
-            step.old = self._score(self._engine.scorer, batch, batch.used_rows())
-            step.start, step.started = step.old, set(batch.used_rows())
+            rows = batch.used_rows()
+            step.old = self._score(self._engine.scorer, batch, rows)
+            step.note_start(step.old, rows, everywhere=True)
 
     @torch.no_grad()
     def _score(self, scorer: TokenScorer, batch: StepBatch, rows: Sequence[int]) -> np.ndarray:
         """Log-probs of the rows under a model, flat, on every rank; 0 elsewhere. Each rank runs its share."""
         flat = np.zeros(len(batch.behaviour), np.float32)
         for micro_batch in self._share(batch, [(row,) for row in rows]):
-            chosen = _rows(micro_batch)
+            chosen = rows_in(micro_batch)
             logprobs, _ = scorer(*self._arguments(batch, chosen))
-            flat[batch.flat_index(chosen)] = _unpadded(logprobs, batch, chosen)
+            flat += _flat(logprobs, batch, chosen)
         return sum_over_ranks(flat)
 
     # ---- updates
@@ -220,7 +227,6 @@ class Trainer:
                 step.grad_norms.append(self._engine.step(rate))
         self._updates += 1
         step.learning_rate = rate
-        step.first = False
 
     def _accumulate(self, step: _Step, share: Share, scale: float) -> None:
         """Gradient of a mini-batch whose units fit into micro-batches."""
@@ -239,7 +245,7 @@ class Trainer:
         By the chain rule: first the log-probs of all rows and the loss's gradient by them, then the
         rows one by one, each log-prob weighted with that constant.
         """
-        batch, rows = step.batch, _rows(units)
+        batch, rows = step.batch, rows_in(units)
         logprobs_B_T = batch.padded(self._score(self._engine.scorer, batch, rows), rows)
         logprobs_B_T = logprobs_B_T.to(self._device).requires_grad_()
         output = self._loss(self._inputs(step, list(units), logprobs_B_T))
@@ -247,20 +253,19 @@ class Trainer:
         assert logprobs_B_T.grad is not None
         if self._rank == 0:
             self._count(step, output, scale)
-        weights = np.zeros(len(batch.behaviour), np.float32)
-        weights[batch.flat_index(rows)] = _unpadded(logprobs_B_T.grad, batch, rows)
+        weights = _flat(logprobs_B_T.grad, batch, rows)
         share = self._share(batch, [(row,) for row in rows])
         for number, micro_batch in enumerate(share):
             scores_B_T = self._forward(step, micro_batch)
             loss = scores_B_T.sum() * 0.0
             if micro_batch:
-                weights_B_T = batch.padded(weights, _rows(micro_batch)).to(self._device)
+                weights_B_T = batch.padded(weights, rows_in(micro_batch)).to(self._device)
                 loss = (scores_B_T * weights_B_T).sum()
             self._engine.backward(loss, last=number == len(share) - 1)
 
     def _forward(self, step: _Step, micro_batch: MicroBatch) -> Tensor:
         """Log-probs (B, T) with gradient; notes entropy and, in the first update, the start's log-probs."""
-        rows = _rows(micro_batch)
+        rows = rows_in(micro_batch)
         batch = step.batch
         logprobs_B_T, entropies_B_T = self._engine.score(*self._arguments(batch, rows))
         if not rows:
@@ -268,14 +273,12 @@ class Trainer:
         mask_B_T = batch.padded(batch.mask, rows).to(self._device)
         total = torch.where(mask_B_T, entropies_B_T, 0.0).sum()
         step.means.add("entropy", float(total), int(mask_B_T.sum()))
-        if step.first and step.start is not step.old:
-            index = batch.flat_index(rows)
-            step.start[index] = _unpadded(logprobs_B_T.detach(), batch, rows)
-            step.started.update(rows)
+        if not step.grad_norms and not step.start_everywhere:
+            step.note_start(_flat(logprobs_B_T, batch, rows), rows)
         return logprobs_B_T
 
     def _inputs(self, step: _Step, units: MicroBatch, logprobs_B_T: Tensor) -> LossInputs:
-        rows, batch = _rows(units), step.batch
+        rows, batch = rows_in(units), step.batch
 
         def padded(flat: np.ndarray) -> Tensor:
             return batch.padded(flat, rows).to(self._device)
@@ -325,22 +328,24 @@ class Trainer:
         temperature = self._recipe.sampling.temperature
         if not rows:
             one = torch.ones(1, dtype=torch.int64, device=self._device)
-            return torch.zeros(1, 2, dtype=torch.int64, device=self._device), one, one, 1, temperature
+            return (
+                torch.zeros(1, 2, dtype=torch.int64, device=self._device),
+                one,
+                one,
+                1,
+                temperature,
+            )
         tokens, prompts, completions, first = batch.collate(rows)
         device = self._device
         return tokens.to(device), prompts.to(device), completions.to(device), first, temperature
 
     def _metrics(self, step: _Step) -> dict[str, float]:
         with step.clock("metrics"):
-            if step.start is not step.old:
-                seen = np.zeros(len(step.batch.samples), np.float32)
-                seen[sorted(step.started)] = 1.0
-                step.start, seen = sum_over_ranks(step.start), sum_over_ranks(seen)
-                rows = np.flatnonzero(seen)
-            else:
-                rows = np.array(sorted(step.started), np.int64)
+            if not step.start_everywhere:
+                step.start, step.seen = sum_over_ranks(step.start), sum_over_ranks(step.seen)
             step.means.vector = sum_over_ranks(step.means.vector)
             found = metrics.of_samples(step.batch)
+            rows = np.flatnonzero(step.seen)
             found |= metrics.of_policies(step.batch, rows, step.start, step.reference)
         found |= step.means.metrics() | {"learning_rate": step.learning_rate}
         if step.grad_norms:
@@ -357,3 +362,45 @@ class Trainer:
             "device": self._device.type,
             "seed": self._recipe.run.seed,
         }
+
+
+class _Step:
+    """What a step carries through its updates. Flat arrays are as in `batching`."""
+
+    def __init__(
+        self, batch: StepBatch, clock: metrics.Clock, loss_metrics: tuple[str, ...]
+    ) -> None:
+        self.batch = batch
+        self.clock = clock
+        self.means = metrics.Means(("loss", "entropy", *loss_metrics))
+        self.reference: np.ndarray | None = None
+        # None: the policy of the update itself.
+        self.old: np.ndarray | None = None
+        # The policy before the first update: its log-probs, and 1.0 for each row that they are known of.
+        self.start = np.zeros(len(batch.behaviour), np.float32)
+        self.seen = np.zeros(len(batch.samples), np.float32)
+        self.start_everywhere = False
+        self.grad_norms: list[float] = []
+        self.learning_rate = 0.0
+
+    def note_start(
+        self, logprobs: np.ndarray, rows: Sequence[int], *, everywhere: bool = False
+    ) -> None:
+        """Keeps log-probs of the policy before the first update; `everywhere`: all ranks have all."""
+        self.start = self.start + logprobs
+        self.seen[list(rows)] = 1.0
+        self.start_everywhere = everywhere
+
+
+def _flat(values_B_T: Tensor, batch: StepBatch, rows: Sequence[int]) -> np.ndarray:
+    """Per-token values of the rows in a flat array, 0 elsewhere."""
+    flat = np.zeros(len(batch.behaviour), np.float32)
+    if rows:
+        values = values_B_T.detach().cpu().numpy()
+        inside = np.arange(values.shape[1]) < batch.lengths[list(rows)][:, None]
+        flat[batch.flat_index(rows)] = values[inside]
+    return flat
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

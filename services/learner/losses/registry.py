@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from offbeat.config.learner import CustomLoss, LossSettings, OnlineDPO, ProximalRLOO, RLOO
+from offbeat.config.learner import RLOO, CustomLoss, LossSettings, OnlineDPO, ProximalRLOO
 from offbeat.errors import ConfigError
 from offbeat.imports import load_callable
 from services.learner.losses.base import Loss

@@ -26,7 +26,9 @@ from services.learner.losses.base import (
 def leave_one_out(returns_B: Tensor, group_sizes: tuple[int, ...]) -> Tensor:
     """A_k = R_k - mean of R_j over the other j of the group, (B,). A group of one has advantage 0."""
     sizes_U = torch.tensor(group_sizes, device=returns_B.device)
-    group_B = torch.repeat_interleave(torch.arange(len(group_sizes), device=returns_B.device), sizes_U)
+    group_B = torch.repeat_interleave(
+        torch.arange(len(group_sizes), device=returns_B.device), sizes_U
+    )
     sums_U = returns_B.new_zeros(len(group_sizes)).index_add(0, group_B, returns_B)
     sizes_B = sizes_U[group_B]
     # R_k - (S - R_k) / (K - 1)  =  (K R_k - S) / (K - 1), without the cancellation for equal returns
@@ -39,9 +41,7 @@ def rloo_terms(log_ratio_B: Tensor, advantages_B: Tensor) -> Tensor:
     return -advantages_B * log_ratio_B.exp()
 
 
-def proximal_terms(
-    log_ratio_B: Tensor, advantages_B: Tensor, clip: float
-) -> tuple[Tensor, Tensor]:
+def proximal_terms(log_ratio_B: Tensor, advantages_B: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """max(-A r, -A clip(r, 1 - clip, 1 + clip)) and where the clipping holds, both (B,)."""
     ratio_B = log_ratio_B.exp()
     clipped_B = ratio_B.clamp(1 - clip, 1 + clip)
