@@ -106,6 +106,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
         (tree.get("learner"), "reference"),
         *((source, "path") for source in _sources(tree.get("data"))),
         *((function, "path") for function in _functions(tree.get("reward"))),
+        *((model, "path") for model in _reward_models(tree.get("reward"))),
         (
             (tree.get("learner") or {}).get("loss")
             if isinstance(tree.get("learner"), dict)
@@ -131,6 +132,11 @@ def _sources(data: Any) -> list[Any]:
 def _functions(reward: Any) -> list[Any]:
     functions = reward.get("functions") if isinstance(reward, dict) else None
     return functions if isinstance(functions, list) else []
+
+
+def _reward_models(reward: Any) -> list[Any]:
+    functions = [function for function in _functions(reward) if isinstance(function, dict)]
+    return [item.get("params") for item in functions if item.get("name") == "reward_model"]
 
 
 def _describe(item: Any) -> str:
