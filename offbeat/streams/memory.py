@@ -161,7 +161,7 @@ class MemoryWorkerStreams(WorkerStreams):
             for (role, _), at in self._server.beats.items()
             if role == self._role and now - at < idle
         ]
-        mine = [entry for _, entry in self._all() if entry.owner == self.consumer]
+        mine = [entry for key, entry in self._all() if key in self._held and self._owned(key)]
         if any(entry.lone == self.consumer for entry in mine):
             return 0
         return min(limit, max(1, math.ceil(len(self._all()) / len(alive))) - len(mine))
@@ -171,7 +171,7 @@ class MemoryWorkerStreams(WorkerStreams):
         if room <= 0:
             return []
         normal: list[EntryKey] = []
-        holds = any(entry.owner == self.consumer for _, entry in self._all())
+        holds = any(self._owned(key) for key in self._held)
         for key, entry in self._all():
             if not self._claimable(key, entry):
                 continue

@@ -16,17 +16,21 @@ for i = 8 + count, #ARGV do known[ARGV[i]] = true end
 local now = now_ms()
 redis.call('ZADD', members, whole(now), consumer)
 
+-- What the process gave up or never got does not count as held, or it would bar the worker until somebody claims it.
 local total, held = 0, 0
 for s = 1, count do
-  total = total + redis.call('XLEN', KEYS[3 + s])
-  held = held + held_by(KEYS[3 + s], group, consumer)
+  local stream = KEYS[3 + s]
+  total = total + redis.call('XLEN', stream)
+  for _, row in ipairs(redis.call('XPENDING', stream, group, '-', '+', 10000, consumer)) do
+    if known[lone_field(stream, row[1])] then held = held + 1 end
+  end
 end
 
 -- At least 1 for a worker with empty hands: shares are rounded up.
 local alive = redis.call('ZCOUNT', members, '(' .. whole(now - min_idle), '+inf')
 local room = math.min(limit, math.max(1, math.ceil(total / alive)) - held)
-for _, state in ipairs(redis.call('HVALS', lone)) do
-  if state == 'now:' .. consumer then room = 0 end
+for field in pairs(known) do
+  if redis.call('HGET', lone, field) == 'now:' .. consumer then room = 0 end
 end
 
 local found = {}
