@@ -24,6 +24,7 @@ BATCH_CHUNKS = 512
 """Most chunks of a batch; the system writes at most 1024 at once."""
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""What the system says when a file system, a quota, or a file is full."""
 
 
 class NoRoom(WeightsError):

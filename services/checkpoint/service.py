@@ -15,7 +15,7 @@ from offbeat.errors import Fenced, IntegrityError, ServiceUnavailable, WeightsEr
 from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
-from offbeat.weights.chunks import MAX_CHUNK_BYTES, NoRoom, WeightsWriter, read_batch
+from offbeat.weights.chunks import MAX_CHUNK_BYTES, NO_ROOM, NoRoom, WeightsWriter, read_batch
 from offbeat.weights.client import FENCED_KEY
 from offbeat.weights.manifest import check, seal
 from services.checkpoint.store import WEIGHTS, StoredVersion, UnknownVersion, VersionStore
@@ -46,6 +46,10 @@ class WrongRun(WeightsError):
     """The caller speaks of another run than the one that is served."""
 
 
+class LeaseOver(WeightsError):
+    """A fetch took too long. One that is merely slow goes on under a new lease, if it still can."""
+
+
 STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (UnknownVersion, grpc.StatusCode.NOT_FOUND),
     (Fenced, grpc.StatusCode.FAILED_PRECONDITION),
@@ -53,6 +57,7 @@ STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (IntegrityError, grpc.StatusCode.DATA_LOSS),
     (NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (LeaseOver, grpc.StatusCode.ABORTED),
     (WeightsError, grpc.StatusCode.INVALID_ARGUMENT),
 )
 """What an error becomes on the wire; the first that fits."""
@@ -71,6 +76,13 @@ def _answering(handler: Handler) -> Handler:
             log.info("%s: %s (%s)", handler.__name__, error, code.name)
             trailing = ((FENCED_KEY, "1"),) if isinstance(error, Fenced) else ()
             await context.abort(code, str(error), trailing)
+        except OSError as error:
+            full = error.errno in NO_ROOM
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED if full else grpc.StatusCode.INTERNAL
+            hint = "free some room there" if full else "look at the disk"
+            text = f"can't use {self.directory}: {error.strerror}; {hint}"
+            log.error("%s: %s (%s)", handler.__name__, text, code.name)
+            await context.abort(code, text)
 
     return answer  # type: ignore[return-value]
 
@@ -93,6 +105,11 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         self._fetched: set[tuple[str, int]] = set()
         self._sent_bytes = 0
         self._received_bytes = 0
+
+    @property
+    def directory(self) -> Path:
+        """Where the versions are."""
+        return self._store.directory
 
     async def load(self) -> None:
         """Opens the store; until then every rpc is answered UNAVAILABLE."""
@@ -165,9 +182,9 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
                 async with asyncio.timeout(self._lease_seconds):
                     await self._send(entry, request.offset, context)
             except TimeoutError:
-                # ABORTED, so that a receiver that is merely slow goes on under a new lease.
-                text = f"the fetch took over {self._lease_seconds:g} s (checkpoint.lease_seconds)"
-                await context.abort(grpc.StatusCode.ABORTED, text)
+                raise LeaseOver(
+                    f"the fetch took over {self._lease_seconds:g} s (checkpoint.lease_seconds)"
+                ) from None
 
     @_answering
     async def Watch(  # type: ignore[override]

@@ -197,14 +197,18 @@ class VersionStore:
         self._count(self.term, number)
         failpoint("publish.counted")
         target = self.directory / str(number)
-        folder.rename(target)
-        failpoint("publish.moved")
-        partial = _write_synced(target / f"{MANIFEST}.partial", manifest.SerializeToString())
-        failpoint("publish.manifest_written")
-        partial.rename(target / MANIFEST)
-        failpoint("publish.manifest_renamed")
-        _sync_folder(target)
-        _sync_folder(self.directory)
+        try:
+            folder.rename(target)
+            failpoint("publish.moved")
+            partial = _write_synced(target / f"{MANIFEST}.partial", manifest.SerializeToString())
+            failpoint("publish.manifest_written")
+            partial.rename(target / MANIFEST)
+            failpoint("publish.manifest_renamed")
+            _sync_folder(target)
+            _sync_folder(self.directory)
+        except OSError:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
         entry = StoredVersion(manifest, target, available=True)
         self._put(entry)
         return entry
@@ -213,12 +217,11 @@ class VersionStore:
 
     def prune(self) -> None:
         """Removes the bytes of versions that are neither new nor leased, and very old manifests."""
-        entries = self.versions()
-        available = [entry for entry in entries if entry.available]
+        available = [entry for entry in self.versions() if entry.available]
         for entry in available[: -self._keep]:
             if not entry.leases:
                 self.drop_bytes(entry)
-        gone = [entry for entry in entries if not entry.available]
+        gone = [entry for entry in self.versions() if not entry.available]
         for entry in gone[:-KEEP_MANIFESTS]:
             self._versions = {n: e for n, e in self._versions.items() if n != entry.version}
             shutil.rmtree(entry.folder, ignore_errors=True)
