@@ -39,9 +39,7 @@ def url(
     return _shared(request.param, shared_servers, tmp_path_factory)
 
 
-def _shared(
-    kind: str, servers: dict[str, RedisServer], folders: pytest.TempPathFactory
-) -> str:
+def _shared(kind: str, servers: dict[str, RedisServer], folders: pytest.TempPathFactory) -> str:
     if kind not in servers:
         server = _server(kind, folders.mktemp(kind))
         server.start()

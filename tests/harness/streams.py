@@ -40,6 +40,8 @@ class StreamsRun:
         self._names = itertools.count()
         self._opened: list[WorkerStreams | LearnerStreams] = []
         self._ahead = 0.0
+        self.client = Redis.from_url(server if isinstance(server, str) else "redis://")
+        """Reads and changes the server behind the adapters' backs."""
         if isinstance(server, MemoryServer):
             server.clock = lambda: time.monotonic() + self._ahead
 
@@ -78,45 +80,41 @@ class StreamsRun:
         if isinstance(self.server, MemoryServer):
             self._ahead += self.settings.min_idle_seconds
             return
-        async with Redis.from_url(self.server) as client:
-            for stream in Stream:
-                await self._age(client, self.keys.stream(stream), GROUPS[stream])
-            for role in get_args(Role):
-                beats = await client.zrange(self.keys.members(role), 0, -1, withscores=True)
-                for member, beat in beats:
-                    at = beat - 1000 * self.settings.min_idle_seconds
-                    await client.zadd(self.keys.members(role), {member: at})
+        for stream in Stream:
+            await self._age(self.keys.stream(stream), GROUPS[stream])
+        for role in get_args(Role):
+            beats = await self.client.zrange(self.keys.members(role), 0, -1, withscores=True)
+            for member, beat in beats:
+                at = beat - 1000 * self.settings.min_idle_seconds
+                await self.client.zadd(self.keys.members(role), {member: at})
 
-    async def _age(self, client: Redis, stream: str, group: str) -> None:
+    async def _age(self, stream: str, group: str) -> None:
         """Makes all pending entries idle for the minimum idle time; owners and counts stay."""
         aged = int(1000 * self.settings.min_idle_seconds)
-        for row in await client.xpending_range(stream, group, "-", "+", 1000):
+        for row in await self.client.xpending_range(stream, group, "-", "+", 1000):
             owner, entry_id = row["consumer"], row["message_id"]
             idle = row["time_since_delivered"] + aged
-            await client.xclaim(stream, group, owner, 0, [entry_id], idle=idle, justid=True)
+            await self.client.xclaim(stream, group, owner, 0, [entry_id], idle=idle, justid=True)
 
     async def empty(self) -> None:
         """Loses all data of the run."""
         if isinstance(self.server, MemoryServer):
             self.server.empty()
             return
-        async with Redis.from_url(self.server) as client:
-            await client.flushall()
+        await self.client.flushall()
 
     async def add(self, stream: Stream, fields: Mapping[bytes, bytes]) -> None:
         """Adds an entry behind the adapters' backs."""
         if isinstance(self.server, MemoryServer):
             self.server.add(stream, fields)
             return
-        async with Redis.from_url(self.server) as client:
-            await client.xadd(self.keys.stream(stream), dict(fields))
+        await self.client.xadd(self.keys.stream(stream), dict(fields))
 
     async def entries(self, stream: Stream) -> list[dict[bytes, bytes]]:
         """Fields of everything that lies on a stream."""
         if isinstance(self.server, MemoryServer):
             return [entry.fields for entry in self.server.streams[stream].values()]
-        async with Redis.from_url(self.server) as client:
-            return [fields for _, fields in await client.xrange(self.keys.stream(stream))]
+        return [fields for _, fields in await self.client.xrange(self.keys.stream(stream))]
 
     async def attempts(self, stream: Stream) -> list[tuple[int, int]]:
         """(ordinal, attempt) of everything that lies on a stream."""
@@ -126,6 +124,7 @@ class StreamsRun:
         """Closes what was opened."""
         for opened in self._opened:
             await opened.close()
+        await self.client.aclose()
 
 
 async def until(look: Callable[[], Awaitable[T]], what: str) -> T:
