@@ -1,5 +1,6 @@
 """The `offbeat` command. Each module holds one command and imports what that needs when it is called."""
 
+import logging
 import os
 import sys
 
@@ -13,6 +14,8 @@ def main() -> None:
     from offbeat.errors import ConfigError, OffbeatError
     from offbeat.local.signals import Interrupted
 
+    # What a library warns of, this command says in its own words.
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
     try:
         app(prog_name="offbeat")
     except ConfigError as error:

@@ -35,7 +35,12 @@ class Pace:
         self._seen: deque[tuple[int, float]] = deque(maxlen=20)
 
     def add(self, step: int, now: float) -> None:
-        """Takes in that `step` steps were done at `now`. A step back (a resumed learner) starts anew."""
+        """Takes in that `step` steps were done at `now`. A step back (a resumed learner) starts anew.
+
+        The time of step 0 is not a step's: models load and the first evaluation runs before it.
+        """
+        if step == 0:
+            return
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()
         if not self._seen or step > self._seen[-1][0]:
@@ -78,7 +83,7 @@ class Display:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self._printed != (self._progress.step, self._progress.state):
+        elif self._progress.state and self._printed != (self._progress.step, self._progress.state):
             self._print_line()
 
     def event(self, text: str) -> None:

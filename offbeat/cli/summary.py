@@ -43,19 +43,17 @@ def print_summary(console: Console, folder: RunFolder, outcome: Outcome) -> None
     console.print()
     if any(f"eval/{kind}/pass@1" in metrics for kind in KINDS):
         console.print(_heldout_table(metrics))
-    facts = Table.grid(padding=(0, 2))
     if last is not None:
-        facts.add_row("steps", f"{last.step} of {last.total_steps}, version {last.version}")
-        facts.add_row(
-            "groups", f"{last.trained} trained, {last.filtered} filtered, {last.dead} dead"
-        )
+        _print_fact(console, "steps", f"{last.step} of {last.total_steps}, version {last.version}")
+        groups = f"{last.trained} trained, {last.filtered} filtered, {last.dead} dead"
+        _print_fact(console, "groups", groups)
     for name, seconds in (
         ("preparing", outcome.prepare_seconds),
         ("starting", outcome.start_seconds),
         ("training", outcome.train_seconds),
     ):
         if seconds:
-            facts.add_row(name, f"{seconds:.0f} s")
+            _print_fact(console, name, f"{seconds:.0f} s")
     for name, path in (
         ("model", folder.export),
         ("checkpoints", folder.path / "checkpoints"),
@@ -63,9 +61,13 @@ def print_summary(console: Console, folder: RunFolder, outcome: Outcome) -> None
         ("logs", folder.logs),
     ):
         if path.exists():
-            facts.add_row(name, str(path))
-    console.print(facts, soft_wrap=True)
+            _print_fact(console, name, str(path))
     _print_hints(console, folder)
+
+
+def _print_fact(console: Console, name: str, text: str) -> None:
+    # Paths are to be copied: they are not wrapped.
+    console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_hints(console: Console, folder: RunFolder) -> None:
@@ -74,7 +76,8 @@ def _print_hints(console: Console, folder: RunFolder) -> None:
         hints.insert(0, f"offbeat export {folder.path}")
     if (folder.path / "tensorboard").exists():
         hints.append(f"tensorboard --logdir {folder.path / 'tensorboard'}")
-    console.print("look further: " + "\n              ".join(hints), markup=False, soft_wrap=True)
+    for index, hint in enumerate(hints):
+        _print_fact(console, "see further" if index == 0 else "", hint)
 
 
 def _heldout_table(metrics: Mapping[str, float]) -> Table:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from offbeat.config import Recipe, load_recipe
 
 RECIPE = Path(__file__).parents[2] / "data" / "one_of_each.yaml"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from offbeat.config import Recipe
 from offbeat.config.load import parse_recipe
 from offbeat.errors import ConfigError

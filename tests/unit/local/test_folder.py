@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from offbeat.config import Recipe, load_recipe
 from offbeat.errors import ConfigError
 from offbeat.local.folder import RunFolder, find_run, is_locked
@@ -79,10 +80,10 @@ def test_runs_are_found_by_id_by_folder_and_as_the_newest(recipe: Recipe) -> Non
     assert find_run(None, runs) == paths[1]
     assert find_run("old", runs) == paths[0]
     assert find_run(str(paths[0]), runs) == paths[0]
-    with pytest.raises(ConfigError, match="run other: .*runs there: new, old"):
+    with pytest.raises(ConfigError, match=r"run other: .*runs there: new, old"):
         find_run("other", runs)
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run found in .*start one with"):
+    with pytest.raises(ConfigError, match=r"no run found in .*start one with"):
         find_run(None, tmp_path)

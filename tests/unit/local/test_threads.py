@@ -1,6 +1,7 @@
 """How cores are shared out."""
 
 import pytest
+
 from offbeat.config import Recipe
 from offbeat.config.load import parse_recipe
 from offbeat.local.threads import cores_available, share_threads
@@ -31,7 +32,9 @@ def test_taking_turns_gives_all_cores_to_both(recipe: Recipe) -> None:
 
 
 def test_settings_win(recipe: Recipe) -> None:
-    explicit = changed(recipe, learner={"threads": 3}, generator={"threads": 5}, reward={"threads": 7})
+    explicit = changed(
+        recipe, learner={"threads": 3}, generator={"threads": 5}, reward={"threads": 7}
+    )
     shares = share_threads(explicit, 2)
     assert shares == {"learner": 3, "generator": 5, "reward": 7, "checkpoint": 1}
 

@@ -1,0 +1,171 @@
+"""What the command says when it is used wrongly, and what it prints without starting anything."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offbeat import __version__
+from offbeat.cli import main
+
+RECIPE = Path(__file__).parents[2] / "data" / "one_of_each.yaml"
+
+
+@dataclass
+class Result:
+    """What a call of the command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Offbeat = Callable[..., Result]
+
+
+@pytest.fixture
+def offbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Offbeat:
+    """Calls the entry point in `tmp_path`, in this process: a start of Python for each test is slow."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["offbeat", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return Result(int(ended.value.code or 0), out, err)
+
+    return call
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """The recipe beside a folder that looks like a model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.read_text())
+    return path
+
+
+def test_version(offbeat: Offbeat) -> None:
+    assert offbeat("--version").stdout == f"offbeat {__version__}\n"
+
+
+def test_a_misspelt_key_is_named_with_what_is_allowed(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    result = offbeat("run", recipe, "--set", "schedule.max_lagg=2")
+    assert result.returncode == 2
+    assert "schedule.max_lagg: unknown key; did you mean max_lag?" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_model_is_one_line_and_leaves_nothing_behind(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    result = offbeat("run", recipe, "--set", "model.path=none")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "model.path: expected a Hugging Face model folder with a config.json, found no such folder at "
+        f"{tmp_path}/none; correct the path, or give the recipe a `prepare` section that makes the model\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run"], "give a recipe, or --resume"),
+        (["run", "none.yaml"], "recipe none.yaml: can't be read (No such file or directory)"),
+        (["run", "--resume"], "no run found in"),
+        (["status", "none"], "run none: found neither a folder"),
+        (["export", "none"], "run none: found neither a folder"),
+        (["serve", "judge", "--recipe", "x"], "'judge' is not one of"),
+        (["prepare", "none.yaml"], "recipe none.yaml: can't be read"),
+        (["status", "--json", "--watch"], "--json and --watch exclude each other"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_end_with_2_and_say_what_to_do(
+    offbeat: Offbeat, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    result = offbeat(*arguments)
+    assert result.returncode == 2
+    assert said in result.stderr
+
+
+def test_an_existing_run_is_not_started_again(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    result = offbeat("run", recipe, "--set", "run.id=mine")
+    assert result.returncode == 2
+    assert "run.id mine: the folder" in result.stderr
+
+
+def test_a_model_that_is_there_is_not_prepared_again(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    result = offbeat("prepare", recipe)
+    assert result.returncode == 0
+    assert "is there already" in result.stdout
+
+
+def test_dry_run_shows_every_process_and_starts_nothing(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    settings = ["run.id=mine", "generator.replicas=2", "learner.ranks=2"]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    result = offbeat("run", recipe, "--dry-run", *sets)
+    assert result.returncode == 0, result.stderr
+    tree = yaml.safe_load(result.stdout)
+    assert list(tree) == ["checkpoint.0", "generator.0", "generator.1", "reward.0", "learner.0"]
+    recipe_file = tmp_path / "runs" / "mine" / "recipe.yaml"
+    assert f"-m services.generator --recipe {recipe_file}" in tree["generator.1"]["command"]
+    assert "torch.distributed.run" in tree["learner.0"]["command"]
+    assert tree["learner.0"]["recipe"]["model"]["path"] == str(tmp_path / "model")
+    assert tree["reward.0"]["recipe"]["reward"]["functions"][0]["name"] == "exact_match"
+    assert tree["checkpoint.0"]["environment"]["OMP_NUM_THREADS"] == "1"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_says_that_the_model_would_be_prepared(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    sets = ["--set", "model.path=new", "--set", "prepare.kind=sft"]
+    result = offbeat("run", recipe, "--dry-run", *sets)
+    assert f"# {tmp_path}/new does not exist yet: it would be prepared first." in result.stdout
+
+
+def test_status_of_a_run_whose_processes_are_gone(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "mine"
+    (folder / "addresses").mkdir(parents=True)
+    text = yaml.safe_load(recipe.read_text())
+    text["run"] |= {"id": "mine", "directory": str(tmp_path / "runs")}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(text))
+    (folder / "addresses" / "generator.gone").write_text("127.0.0.1:9")
+    result = offbeat("status", "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["run_id"], found["running"]) == ("mine", False)
+    member = found["members"][0]
+    assert (member["member_id"], member["status"], member["error"]) == ("gone", None, "UNAVAILABLE")
+    assert "no answer" in offbeat("status", "mine").stdout
+
+
+def test_doctor_gives_each_check_a_level(offbeat: Offbeat) -> None:
+    result = offbeat("doctor")
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("      -> ")]
+    assert len(lines) >= 12
+    assert {line.split()[0] for line in lines} <= {"ok", "warn", "fail"}
+    assert result.returncode == any(line.startswith("fail") for line in lines)
