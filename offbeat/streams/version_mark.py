@@ -13,6 +13,7 @@ class RedisVersionMark:
 
     def __init__(self, url: str, run_id: str, *, patience_seconds: float = 30.0) -> None:
         self._key = Keys(run_id).version
+        self._term_key = Keys(run_id).term
         self._link = Link(url, outage_seconds=patience_seconds)
 
     async def raise_version_high_water(self, version: int) -> int:
@@ -23,6 +24,10 @@ class RedisVersionMark:
     async def version_high_water(self) -> int:
         """The mark; 0 when there is none."""
         return int(await self._link.ask("the versions' high-water mark", "get", self._key) or 0)
+
+    async def newest_term(self) -> int:
+        """The newest term that a learner began; 0 when there is none."""
+        return int(await self._link.ask("the newest term", "hget", self._term_key, "term") or 0)
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -11,13 +11,14 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from offbeat.errors import Fenced, IntegrityError, ServiceUnavailable, WeightsError
+from offbeat.errors import Fenced, IntegrityError, ServiceUnavailable, StreamError, WeightsError
 from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
 from offbeat.weights.chunks import MAX_CHUNK_BYTES, NO_ROOM, NoRoom, WeightsWriter, read_batch
 from offbeat.weights.client import FENCED_KEY
 from offbeat.weights.manifest import check, seal
+from services.checkpoint.counters import Counters
 from services.checkpoint.store import WEIGHTS, StoredVersion, UnknownVersion, VersionStore
 
 log = logging.getLogger(__name__)
@@ -33,13 +34,16 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 class VersionMark(Protocol):
-    """The largest version number of the run, kept outside of this service's disk."""
+    """A second memory of the run's numbers, beside this service's disk (`RedisVersionMark`)."""
 
-    async def get(self) -> int:
-        """The mark; 0 when there is none. Raises `ServiceUnavailable`."""
+    async def version_high_water(self) -> int:
+        """The largest version number; 0 when there is none. Raises `ServiceUnavailable`."""
 
-    async def raise_to(self, version: int) -> None:
-        """Makes the mark at least `version`. Raises `ServiceUnavailable`."""
+    async def raise_version_high_water(self, version: int) -> int:
+        """Makes it at least `version`; returns it. Raises `ServiceUnavailable`."""
+
+    async def newest_term(self) -> int:
+        """The newest term that a learner began; 0 when there is none."""
 
 
 class WrongRun(WeightsError):
@@ -57,6 +61,7 @@ STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (IntegrityError, grpc.StatusCode.DATA_LOSS),
     (NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (StreamError, grpc.StatusCode.UNAVAILABLE),
     (LeaseOver, grpc.StatusCode.ABORTED),
     (WeightsError, grpc.StatusCode.INVALID_ARGUMENT),
 )
@@ -73,12 +78,14 @@ def _answering(handler: Handler) -> Handler:
             return await handler(self, request, context)
         except REFUSALS as error:
             code = next(code for kind, code in STATUS if isinstance(error, kind))
+            self.counters.refusals[code.name] += 1
             log.info("%s: %s (%s)", handler.__name__, error, code.name)
             trailing = ((FENCED_KEY, "1"),) if isinstance(error, Fenced) else ()
             await context.abort(code, str(error), trailing)
         except OSError as error:
             full = error.errno in NO_ROOM
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if full else grpc.StatusCode.INTERNAL
+            self.counters.refusals[code.name] += 1
             hint = "free some room there" if full else "look at the disk"
             text = f"can't use {self.directory}: {error.strerror}; {hint}"
             log.error("%s: %s (%s)", handler.__name__, text, code.name)
@@ -103,8 +110,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         self._changes: set[asyncio.Task[Any]] = set()
         self._receivers: dict[str, int] = {}
         self._fetched: set[tuple[str, int]] = set()
-        self._sent_bytes = 0
-        self._received_bytes = 0
+        self.counters = Counters(store)
 
     @property
     def directory(self) -> Path:
@@ -134,11 +140,16 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         self, request: checkpoint.AcquireLearnerRequest, context: Context
     ) -> checkpoint.AcquireLearnerResponse:
         self._check_run(request.run_id)
+        floor = request.term_floor
+        if self._mark is not None:
+            floor = max(floor, await self._mark.newest_term())
         term = await self._exclusively(
-            asyncio.to_thread(self._store.acquire_term, request.term_floor, request.version_floor)
+            asyncio.to_thread(self._store.acquire_term, floor, request.version_floor)
         )
         log.info("term %d begins, of learner %s", term, request.learner_id)
-        return checkpoint.AcquireLearnerResponse(term=term, latest_version=self._latest_number())
+        return checkpoint.AcquireLearnerResponse(
+            term=term, latest_version=self.counters.latest_version
+        )
 
     @_answering
     async def Publish(
@@ -151,7 +162,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         if (earlier := self._existing(manifest)) is not None:
             return checkpoint.PublishResponse(manifest=earlier.manifest, existed=True)
         if self._mark is not None:
-            await self._mark.get()  # Fails now rather than after the upload.
+            await self._mark.version_high_water()  # Fails now rather than after the upload.
         folder = await asyncio.to_thread(self._store.begin_publish)
         try:
             await self._receive(requests, await WeightsWriter.create(folder / WEIGHTS, manifest))
@@ -192,14 +203,18 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
     ) -> None:
         self._check_run(request.run_id)
         seen = request.after_version
-        while not self._closing.is_set():
-            news = self._news
-            entry = self._store.latest()
-            if entry is not None and entry.version > seen:
-                await context.write(_news_of(entry.manifest))
-                seen = entry.version
-            else:
-                await news.wait()
+        self.counters.watchers += 1
+        try:
+            while not self._closing.is_set():
+                news = self._news
+                entry = self._store.latest()
+                if entry is not None and entry.version > seen:
+                    await context.write(_news_of(entry.manifest))
+                    seen = entry.version
+                else:
+                    await news.wait()
+        finally:
+            self.counters.watchers -= 1
         raise ServiceUnavailable("the checkpoint service is stopping; connect again")
 
     @_answering
@@ -255,15 +270,14 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         self, request: checkpoint.CheckpointServiceGetStatusRequest, context: Context
     ) -> checkpoint.CheckpointServiceGetStatusResponse:
         self._check_run(self._store.run_id)
-        available = [entry for entry in self._store.versions() if entry.available]
         return checkpoint.CheckpointServiceGetStatusResponse(
             run_id=self._store.run_id,
             term=self._store.term,
-            latest_version=self._latest_number(),
-            available_versions=len(available),
-            stored_bytes=sum(entry.manifest.total_bytes for entry in available),
-            sent_bytes=self._sent_bytes,
-            received_bytes=self._received_bytes,
+            latest_version=self.counters.latest_version,
+            available_versions=sum(entry.available for entry in self._store.versions()),
+            stored_bytes=self.counters.stored_bytes,
+            sent_bytes=self.counters.sent_bytes,
+            received_bytes=self.counters.received_bytes,
             receivers=self._receivers,
         )
 
@@ -317,7 +331,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
                     f"a chunk has {len(data)} bytes; at most {MAX_CHUNK_BYTES} are accepted"
                 )
             await writer.add(data)
-            self._received_bytes += len(data)
+            self.counters.received_bytes += len(data)
         if writer.position < writer.total:
             raise WeightsError(f"the stream ended at byte {writer.position} of {writer.total}")
         await writer.finish()
@@ -335,6 +349,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         seal(manifest)
         failpoint("publish.marked")
         entry = await asyncio.to_thread(self._store.commit, folder, manifest)
+        self.counters.published += 1
         self._announce()
         failpoint("publish.committed")
         log.info(
@@ -351,8 +366,8 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         """A number above all that the disk or the mark has seen; the mark is raised first."""
         if self._mark is None:
             return self._store.last_number + 1
-        number = max(self._store.last_number, await self._mark.get()) + 1
-        await self._mark.raise_to(number)
+        number = max(self._store.last_number, await self._mark.version_high_water()) + 1
+        await self._mark.raise_version_high_water(number)
         return number
 
     def _announce(self) -> None:
@@ -399,7 +414,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
                 chunk = checkpoint.WeightsChunk(offset=offset, data=data)
                 await context.write(checkpoint.FetchResponse(chunk=chunk))
                 offset += len(data)
-                self._sent_bytes += len(data)
+                self.counters.sent_bytes += len(data)
 
     @staticmethod
     def _read(entry: StoredVersion, offset: int) -> list[bytes]:
@@ -418,10 +433,6 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
                 f"this service keeps the weights of run {self._store.run_id!r}, not of {run_id!r}: "
                 "check the address, or the run.id of the recipe"
             )
-
-    def _latest_number(self) -> int:
-        entry = self._store.latest()
-        return 0 if entry is None else entry.version
 
     async def _exclusively(self, work: Coroutine[Any, Any, Reply]) -> Reply:
         """Does `work` when no other change is under way, to its end even if the caller goes away."""

@@ -93,6 +93,8 @@ class VersionStore:
         """Newest term."""
         self.last_number = 0
         """Largest version number that was ever given, whether or not its version came to be."""
+        self.damaged = 0
+        """Versions that were found damaged since the start."""
         self._keep = keep_versions
         self._versions: dict[int, StoredVersion] = {}
         self._lock: int | None = None
@@ -240,6 +242,7 @@ class VersionStore:
         try:
             verify_file(entry.weights, entry.manifest)
         except (FileNotFoundError, IntegrityError) as error:
+            self.damaged += 1
             self.drop_bytes(entry)
             raise IntegrityError(f"version {entry.version} is damaged: {error}") from error
 
@@ -280,6 +283,7 @@ class VersionStore:
                 log.warning("%s has no manifest: removing what a broken publish left", folder)
                 shutil.rmtree(folder)
             except IntegrityError as error:
+                self.damaged += 1
                 log.error("%s; removing the version", error)
                 shutil.rmtree(folder)
             else:

@@ -15,11 +15,14 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
+from prometheus_client import CollectorRegistry
 
 from offbeat import rpc
-from offbeat.config.service import RpcSettings
+from offbeat.config.service import RedisSettings, RpcSettings
 from offbeat.errors import Fenced, IntegrityError, ServiceUnavailable, WeightsError
 from offbeat.failpoints import VARIABLE
+from offbeat.local.redis_server import RedisServer
+from offbeat.streams.redis import RedisLearnerStreams, RedisVersionMark
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
 from offbeat.weights.chunks import NoRoom
@@ -375,34 +378,32 @@ async def test_the_same_publish_is_stored_once(client: CheckpointClient) -> None
     assert not (await publish(client, tensors(3 * MIB), term=2)).existed
 
 
-class Mark:
-    """A version mark that outlives the service's disk; down when told so."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.down = False
-
-    async def get(self) -> int:
-        if self.down:
-            raise ServiceUnavailable("the mark's server at nowhere:1 did not answer")
-        return self.version
-
-    async def raise_to(self, version: int) -> None:
-        self.version = max(self.version, version)
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
 
 
-async def test_numbers_go_on_above_the_mark(tmp_path: Path) -> None:
-    mark = Mark(17)
+async def test_numbers_and_terms_go_on_above_those_in_redis(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    mark = RedisVersionMark(redis_server.url, RUN, patience_seconds=0.1)
+    learner = RedisLearnerStreams(redis_server.url, RUN, "learner", RedisSettings())
+    await mark.raise_version_high_water(17)
+    await learner.begin_term(5)
     async with (
         serving(tmp_path / "empty", mark=mark) as service,
         client_of(service.address) as client,
     ):
-        assert (await publish(client, tensors(99))).manifest.version == 18
-        assert mark.version == 18
-        mark.down = True
-        with pytest.raises(ServiceUnavailable, match="the mark's server at nowhere:1"):
-            await publish(client, tensors(98), step=2, deadline_seconds=0.3)
+        assert (await client.acquire_learner("learner")).term == 6
+        assert (await publish(client, tensors(99), term=6)).manifest.version == 18
+        assert await mark.version_high_water() == 18
+        redis_server.stop()
+        with pytest.raises(ServiceUnavailable, match=r"Redis at .* has not answered"):
+            await publish(client, tensors(98), term=6, step=2, deadline_seconds=0.5)
         assert [v.version for v in await client.list_versions()] == [18]
+    await learner.close()
+    await mark.close()
 
 
 # ---- broken connections
@@ -596,7 +597,7 @@ async def test_a_lease_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["bit", "page", "short"])
 async def test_damaged_weights_are_never_staged(
-    client: CheckpointClient, tmp_path: Path, damage: str
+    service: Running, client: CheckpointClient, tmp_path: Path, damage: str
 ) -> None:
     await publish(client, tensors(2 * MIB, 1), step=1)
     await publish(client, tensors(2 * MIB, 2), step=2)
@@ -614,6 +615,7 @@ async def test_damaged_weights_are_never_staged(
     assert not list((tmp_path / "stage").iterdir())
     listed = {v.version: v.available for v in await client.list_versions()}
     assert listed == {1: True, 2: False}
+    assert service.store.damaged == 1
     assert await staged_bytes(client, tmp_path / "stage") == content(tensors(2 * MIB, 1))
     again = await publish(client, tensors(2 * MIB, 2), step=2)
     assert (again.existed, again.manifest.version) == (False, 3)
@@ -755,3 +757,21 @@ async def test_reflection_lists_the_service(service: Running) -> None:
     services, methods = await asyncio.to_thread(described)
     assert {SERVICE_NAME, "grpc.health.v1.Health"} <= services
     assert {"Publish", "Fetch", "Watch", "AcquireLearner"} <= methods
+
+
+async def test_metrics_count_what_happened(client: CheckpointClient, service: Running) -> None:
+    registry = CollectorRegistry()
+    registry.register(service.servicer.counters)
+    await client.acquire_learner("learner", term_floor=2)
+    await publish(client, tensors(500), term=3)
+    with pytest.raises(Fenced):
+        await publish(client, tensors(501), term=2)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"offbeat_checkpoint_{name}", labels)
+
+    assert value("term") == 3
+    assert value("latest_version") == value("published_total") == value("available_versions") == 1
+    assert value("stored_bytes") == value("received_bytes_total") == 500
+    assert value("refusals_total", status="FAILED_PRECONDITION") == 1
+    assert value("damaged_total") == value("fetches") == 0
