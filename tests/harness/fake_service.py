@@ -13,24 +13,51 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-SERVICES = ("checkpoint", "generator", "reward", "learner")
+MODULES = {
+    "checkpoint.py": "main('checkpoint')",
+    "generator.py": "main('generator')",
+    "reward.py": "main('reward')",
+    "learner/__main__.py": "main('learner')",
+    "learner/prepare.py": "prepare()",
+    "learner/export.py": "export()",
+}
 
 
 def install(folder: Path) -> None:
     """Writes a package `services` into `folder`; a process started there runs it, not the real one."""
-    package = folder / "services"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    for name in SERVICES:
+    for name, call in MODULES.items():
+        path = folder / "services" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
         text = f"import sys; sys.path.append({str(REPOSITORY)!r})\n"
-        text += f"from tests.harness.fake_service import main; main({name!r})\n"
-        (package / f"{name}.py").write_text(text)
+        text += f"from tests.harness import fake_service; fake_service.{call}\n"
+        path.write_text(text)
+
+
+def prepare() -> None:
+    """Makes what looks like a model, and says so."""
+    import yaml
+
+    model = yaml.safe_load(Path(_argument("--recipe")).read_text())["model"]["path"]
+    Path(model).mkdir()
+    (Path(model) / "config.json").write_text("{}")
+    print("prepared", flush=True)
+
+
+def export() -> None:
+    """Makes the folder that was asked for."""
+    print(f"exporting {_argument('--run')}", flush=True)
+    Path(_argument("--out")).mkdir()
+
+
+def _argument(name: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1]
 
 
 def main(name: str) -> None:
     """Entry point of each of them."""
     print(f"{name} is told {sys.argv[1:]}", flush=True)
-    folder = Path(sys.argv[sys.argv.index("--recipe") + 1]).parent
+    folder = Path(_argument("--recipe")).parent
     behaviour = os.environ["FAKE_LEARNER"] if name == "learner" else "waits"
     if behaviour == "waits":
         _wait(folder, name)

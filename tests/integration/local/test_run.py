@@ -60,9 +60,13 @@ def children(process: "subprocess.Popen[str]", tmp_path: Path) -> list[psutil.Pr
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def test_a_run_ends_with_0_and_a_summary(start: Start, tmp_path: Path) -> None:
-    code, out, err = finish(start("crashes first"))
+def test_a_run_prepares_its_model_and_ends_with_0_and_a_summary(
+    start: Start, tmp_path: Path
+) -> None:
+    sets = [f"--set={value}" for value in ("run.id=mine", "model.path=new", "prepare.kind=sft")]
+    code, out, err = finish(start("crashes first", "recipe.yaml", *sets))
     assert code == 0, err
+    assert f"{tmp_path}/new does not exist yet: preparing the model first" in out
     assert "learner.0 ended with exit code 1; starting again in 0.5 s" in out
     assert "step 3/3" in out
     assert "+50.0 points" in out
@@ -70,9 +74,10 @@ def test_a_run_ends_with_0_and_a_summary(start: Start, tmp_path: Path) -> None:
     assert str(run / "export") in out
     logs = {path.name for path in (run / "logs").iterdir()}
     assert logs == {
-        *("redis.0.1.log", "checkpoint.0.1.log", "generator.0.1.log", "reward.0.1.log"),
-        *("learner.0.1.log", "learner.0.2.log"),
+        *("prepare.0.1.log", "redis.0.1.log", "checkpoint.0.1.log", "generator.0.1.log"),
+        *("reward.0.1.log", "learner.0.1.log", "learner.0.2.log"),
     }
+    assert (run / "logs" / "prepare.0.1.log").read_text() == "prepared\n"
     told = (run / "logs" / "generator.0.1.log").read_text()
     assert f"redis.url={(run / 'addresses' / 'redis.embedded').read_text()}" in told
     assert "checkpoint.address=127.0.0.1:9" in told

@@ -11,6 +11,7 @@ import yaml
 
 from offbeat import __version__
 from offbeat.cli import main
+from tests.harness import fake_service
 
 RECIPE = Path(__file__).parents[2] / "data" / "one_of_each.yaml"
 
@@ -161,6 +162,23 @@ def test_status_of_a_run_whose_processes_are_gone(
     member = found["members"][0]
     assert (member["member_id"], member["status"], member["error"]) == ("gone", None, "UNAVAILABLE")
     assert "no answer" in offbeat("status", "mine").stdout
+
+
+def test_prepare_and_export_pass_on_what_they_are_told(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    fake_service.install(tmp_path)
+    result = offbeat("prepare", recipe, "--set", "model.path=new", "--set", "prepare.kind=sft")
+    assert (result.returncode, result.stdout) == (0, f"prepared\nthe model is in {tmp_path}/new\n")
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("{}")
+    result = offbeat("export", "mine", "--out", "out")
+    expected = f"exporting {folder}\nthe model is in {tmp_path}/out\n"
+    assert (result.returncode, result.stdout) == (0, expected)
+    result = offbeat("export", "mine", "--out", "none/out")
+    assert result.returncode == 1
+    assert f"the export of {folder} failed with exit code 1" in result.stderr
 
 
 def test_doctor_gives_each_check_a_level(offbeat: Offbeat) -> None:
