@@ -162,8 +162,7 @@ class Coordinator:
         for ordinal, place in popped:
             self._issued_at.pop(ordinal, None)
             self._unsettled_bytes += place.group.ByteSize() if place.group is not None else 0
-            light = None if place.delivery is None else replace(place.delivery, record=None)
-            self._unsettled.append((step, ordinal, light))
+            self._unsettled.append((step, ordinal, place.delivery and without_payload(place.delivery)))
         return popped
 
     async def evaluated(self, wait_seconds: float) -> bool:
@@ -336,6 +335,15 @@ class Coordinator:
     def _record(self, event: str, **fields: Any) -> None:
         if self.ledger is not None:
             self.ledger.write(event, **fields)
+
+
+def without_payload(delivery: Delivery) -> Delivery:
+    """The delivery as it is kept until a checkpoint contains it: what was learned from it is not needed any more."""
+    if isinstance(delivery.record, samples.DeadLetter):
+        return delivery
+    task = delivery.record.rollout.task
+    bare = samples.PromptTask(ordinal=task.ordinal, attempt=task.attempt, kind=task.kind)
+    return replace(delivery, record=samples.ScoredRollout(rollout=samples.Rollout(task=bare)))
 
 
 def malformed(record: samples.ScoredRollout) -> str | None:

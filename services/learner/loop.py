@@ -94,6 +94,7 @@ class Loop:
 
     def run(self) -> bool:
         """Trains to the end; False when it was stopped before."""
+        self._board.update(step=self._meta.step, update=self._meta.update, **self._meta.counts)
         self._publish()
         self._clock = Clock()
         total = self._recipe.schedule.steps

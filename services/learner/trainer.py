@@ -87,9 +87,9 @@ class Trainer:
         """
         clock = metrics.Clock()
         with clock("broadcast"):
-            if self._rank == 0:
-                check_groups(groups, self._recipe.model.max_context)
-            batch = StepBatch(broadcast_groups(groups), self._loss.units)
+            groups = broadcast_groups(groups)
+            check_groups(groups, self._recipe.model.max_context)  # every rank finds the same
+            batch = StepBatch(groups, self._loss.units)
         step = _Step(batch, clock, self._loss.metric_names)
         with clock("reference"):
             step.reference = self._reference_logprobs(batch)

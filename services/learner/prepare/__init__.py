@@ -1,0 +1,1 @@
+"""Makes the policy that a run starts from, when the recipe has a `prepare` section. `python -m services.learner.prepare`."""
