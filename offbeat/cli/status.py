@@ -59,7 +59,7 @@ def _render(found: "RunStatus") -> "RenderableType":
     head = Text(f"{found.run_id}: {state}\n{found.folder}")
     table = Table()
     for column in ("service", "member", "address", "version", "doing", "waits", "up"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=column == "address", overflow="fold")
     for member in found.members:
         table.add_row(*_row(member))
     parts: list[RenderableType] = [head, table]
