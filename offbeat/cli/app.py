@@ -3,6 +3,7 @@
 import typer
 
 from offbeat import __version__
+from offbeat.cli.audit import audit
 from offbeat.cli.doctor import doctor
 from offbeat.cli.export import export
 from offbeat.cli.prepare import prepare
@@ -35,5 +36,5 @@ def root(
     """Asynchronous reinforcement learning of language models."""
 
 
-for command in (run, serve, prepare, status, export, doctor):
+for command in (run, serve, prepare, status, audit, export, doctor):
     app.command()(command)

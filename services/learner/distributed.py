@@ -5,6 +5,7 @@ The trainer uses it. Payloads go over the CPU backend as bytes, whatever device 
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,8 +22,8 @@ from services.learner.batching import WIRE_DTYPES, Group, pack, unpack
 COLLECTIVE_TIMEOUT = timedelta(hours=12)
 
 
-def join(rank: int, world: int, rendezvous: str | None) -> bool:
-    """Makes the process group unless there is one. Returns whether it was made here.
+def join(rank: int, world: int, rendezvous: str | None) -> None:
+    """Makes the process group unless there is one. It lives as long as the process: DeepSpeed keeps hold of it.
 
     ConfigError when the group that exists has other ranks, or there is no way to meet.
     """
@@ -33,11 +34,11 @@ def join(rank: int, world: int, rendezvous: str | None) -> bool:
                 f"expected to be rank {rank} of {world}, found a process group in which this is "
                 f"rank {found[0]} of {found[1]}: start as many ranks as learner.ranks says"
             )
-        return False
+        return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if world == 1 and rendezvous is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return True
+        return
     if rendezvous is None and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
             f"rank {rank} of {world} does not know where to meet the others: expected MASTER_ADDR and "
@@ -50,7 +51,7 @@ def join(rank: int, world: int, rendezvous: str | None) -> bool:
         world_size=world,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    return True
+    atexit.register(dist.destroy_process_group)
 
 
 def device_of(rank: int) -> torch.device:

@@ -24,6 +24,7 @@ from services.learner.checkpoints import Checkpoints, Meta
 from services.learner.cohorts import Place
 from services.learner.coordinator import Coordinator, Publication, waiting_fraction
 from services.learner.evaluation import GREEDY, SAMPLED, Evaluation
+from services.learner.export import write_card
 from services.learner.groups import lag_metrics, permuted, to_group
 from services.learner.progress import Board, Controls, MetricsWriter
 from services.learner.ranks import Ranks
@@ -355,6 +356,7 @@ class Loop:
             self._save()
         self._drain()
         self._ranks.export(self._run_folder / "export")
+        write_card(self._recipe, self._run_folder / "export", step=self._meta.step)
         if self.coordinator.ledger is not None:
             self.coordinator.ledger.write("finish", step=self._meta.step)
 

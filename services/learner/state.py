@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def read(folder: Path, engine: Engine) -> dict[str, Any]:
                 _restore(engine, parameter, kind, get(f"{kind or MASTER}/{name}"), folder)
         _restore_generator(engine.device, scalars, get)
     return scalars
+
+
+@contextmanager
+def masters(folder: Path) -> Iterator[Callable[[str], Tensor]]:
+    """Reads the float32 master weights alone: gives a function from a parameter's name to its value."""
+    scalars = _read_scalars(folder)
+    where = {key: folder / name for name, keys in scalars["files"].items() for key in keys}
+    with _Reader(where) as get:
+        yield lambda name: get(f"{MASTER}/{name}")
 
 
 def _restore(

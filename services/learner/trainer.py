@@ -63,7 +63,7 @@ class Trainer:
             torch.set_num_threads(self._settings.threads)
         check_model(recipe.model.path, max_context=recipe.model.max_context)
         self._loss = build_loss(self._settings.loss)
-        self._made_group = join(rank, world, rendezvous)
+        join(rank, world, rendezvous)
         self._device = device_of(rank)
         self._engine = self._build_engine()
         self._reference = self._build_reference()
@@ -160,10 +160,8 @@ class Trainer:
             ) from error
 
     def close(self) -> None:
-        """Frees the engine; ends the process group if this trainer made it."""
+        """Frees the engine. The process group stays: it lives as long as the process."""
         self._engine.close()
-        if self._made_group:
-            dist.destroy_process_group()
 
     # ---- construction
 

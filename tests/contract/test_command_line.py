@@ -11,6 +11,7 @@ COMMANDS = {
     "serve": ["SERVICE", "--recipe", "--set"],
     "prepare": ["RECIPE", "--set"],
     "status": ["RUN", "--json", "--watch", "--runs"],
+    "audit": ["RUN", "--runs", "--json"],
     "export": ["RUN", "--out", "--runs"],
     "doctor": ["--deep"],
 }
