@@ -68,6 +68,16 @@ class GeneratorSettings(Settings):
         None,
         description="Where weights are staged; null: /dev/shm when it has room, else the run's folder.",
     )
+    evaluation_hold_seconds: float = Field(
+        60.0,
+        ge=0,
+        description="Longest time for which evaluations of the version held put a weight update off.",
+    )
+    stall_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="No step of the engine for so long while work is under way: not alive; twice as long: ends.",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; null: shared out.")
     rpc: RpcSettings = RpcSettings()
 

@@ -21,6 +21,7 @@ from services.generator.engines.base import (
     GeneratedCompletion,
     GenerationRequest,
 )
+from services.generator.engines.threads import in_daemon_thread
 
 PLUGIN = "services.generator.engines.vllm_plugin"
 SCORING_SLOTS = 8
@@ -106,8 +107,8 @@ class VllmAsyncEngine(Engine):
     async def start(self) -> None:
         config = model_folder.read_config(self._model.path)
         model_folder.check_context(config, self.max_context)
-        # Takes seconds to minutes; health and signals must be answered meanwhile.
-        self._llm, self._expected = await asyncio.to_thread(self._build)
+        # Takes seconds to minutes; health and signals are answered meanwhile.
+        self._llm, self._expected = await in_daemon_thread(self._build)
         self._tokenizer = self._llm.get_tokenizer()
         model_folder.check_eos(self._tokenizer.eos_token_id, self._model.path)
 

@@ -1,0 +1,138 @@
+"""Takes staged weights into service: load, parity check, confirmation. Used by the worker.
+
+Nothing that was sampled leaves the generator between the load and the end of the check (`trusted`), so a load that went
+wrong can't be trained on.
+"""
+
+import asyncio
+import logging
+import math
+
+from offbeat.config.workers import GeneratorSettings
+from offbeat.errors import IntegrityError, OffbeatError
+from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.weights.client import CheckpointClient
+from offbeat.weights.staged import StagedWeights
+from services.generator.counters import Counters
+from services.generator.engines import Engine, LoadReport
+from services.generator.staging import Stager
+
+log = logging.getLogger(__name__)
+
+
+class Updater:
+    """Loads versions into the engine, one at a time."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        stager: Stager,
+        client: CheckpointClient,
+        settings: GeneratorSettings,
+        counters: Counters,
+    ) -> None:
+        self._engine = engine
+        self._stager = stager
+        self._client = client
+        self._settings = settings
+        self._counters = counters
+        self._digest = b""
+        self._confirmations: set[asyncio.Task[None]] = set()
+        self.trusted = asyncio.Event()
+        """Set while the engine holds a version whose parity check passed."""
+
+    @property
+    def version(self) -> int:
+        """The version that is served with, 0 before the first."""
+        return self._counters.version
+
+    async def apply(self, weights: StagedWeights) -> bool:
+        """Loads and checks a version. Returns False when what ran meanwhile must be sampled again.
+
+        That is the case when the first load did not pass the parity check and a second one, fetched again, did. Raises
+        `IntegrityError` when that one fails as well, `WeightsError` when the version can't be loaded.
+        """
+        self.trusted.clear()
+        version = weights.version
+        manifest = weights.manifest
+        report, difference = await self._load(weights)
+        passed = difference <= self._settings.parity_tolerance
+        if not passed:
+            self._counters.parity_failures += 1
+            log.error(
+                "version %d failed its parity check (%s); loading it again in full",
+                version,
+                self._compared(difference),
+            )
+            report, difference = await self._load(await self._stager.fetch(version))
+            if difference > self._settings.parity_tolerance:
+                self._counters.parity_failures += 1
+                raise IntegrityError(
+                    f"version {version} failed its parity check twice ({self._compared(difference)}): "
+                    "engine and learner do not agree about the weights, so this generator leaves service. Do both "
+                    "use the same model folder? In bfloat16, generator.parity_tolerance may have to be raised"
+                )
+        self._accept(manifest, report, difference)
+        return passed
+
+    async def _load(self, weights: StagedWeights) -> tuple[LoadReport, float]:
+        report = await self._engine.load_weights(
+            weights,
+            weights.version,
+            mode=self._settings.weight_update,
+            kv=self._settings.kv_on_update or "keep",
+        )
+        difference = await self._parity_difference(weights.manifest)
+        weights.discard()
+        return report, difference
+
+    async def _parity_difference(self, manifest: checkpoint.Manifest) -> float:
+        """Largest difference to the learner's log-probs; infinite when one is not a number."""
+        if not self._engine.computes_policy:
+            return 0.0
+        sequences = [list(sequence.token_ids) for sequence in manifest.parity.sequences]
+        if not sequences:
+            log.warning(
+                "version %d has no parity sequences: nothing checks its load", manifest.version
+            )
+            return 0.0
+        found = await self._engine.score_tokens(sequences)
+        difference = 0.0
+        for row, sequence in zip(found, manifest.parity.sequences, strict=True):
+            for ours, theirs in zip(row, sequence.logprobs, strict=True):
+                apart = abs(ours - theirs)
+                difference = max(difference, math.inf if math.isnan(apart) else apart)
+        return difference
+
+    def _compared(self, difference: float) -> str:
+        return f"largest difference {difference:.3g}, allowed {self._settings.parity_tolerance:g}"
+
+    def _accept(self, manifest: checkpoint.Manifest, report: LoadReport, difference: float) -> None:
+        if manifest.weights_digest == self._digest:
+            log.warning("version %d has the same weights as the one before", manifest.version)
+        self._digest = manifest.weights_digest
+        counters = self._counters
+        counters.version = manifest.version
+        counters.parity_difference = difference
+        counters.updates_applied += 1
+        counters.update_pause_seconds += report.pause_seconds
+        counters.update_drain_seconds += report.drain_seconds
+        self.trusted.set()
+        log.info(
+            "version %d: paused %.0f ms, parity difference %.2g",
+            manifest.version,
+            1000 * report.pause_seconds,
+            difference,
+        )
+        # Serving does not wait for the checkpoint service to hear of it.
+        task = asyncio.create_task(self._confirm(manifest, report, difference))
+        self._confirmations.add(task)
+        task.add_done_callback(self._confirmations.discard)
+
+    async def _confirm(
+        self, manifest: checkpoint.Manifest, report: LoadReport, difference: float
+    ) -> None:
+        try:
+            await self._client.applied(manifest, difference, report.pause_seconds)
+        except OffbeatError as error:
+            log.warning("version %d could not be confirmed: %s", manifest.version, error)
