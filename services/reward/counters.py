@@ -20,7 +20,7 @@ class FunctionCounters:
     failures: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Counters(Collector):
     """Counts since the start of the process."""
 

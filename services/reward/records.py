@@ -1,12 +1,12 @@
 """What reward functions see of a record: plain samples, made from rollouts and from `Score` requests."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.errors import DataError
+from offbeat.streams.records import Malformed, check_rollout
 from offbeat.v1 import reward_pb2, samples_pb2
 
 FINISH_REASONS = {
@@ -29,16 +29,14 @@ class Sample:
 
 def samples_of_rollout(rollout: samples_pb2.Rollout) -> list[Sample]:
     """The samples of a group. Raises `DataError` when the group is not whole or contradicts itself."""
-    task = rollout.task
-    if task.kind not in {samples_pb2.TASK_KIND_TRAIN, samples_pb2.TASK_KIND_EVALUATION}:
-        raise DataError(f"task.kind: expected TRAIN or EVALUATION, found {task.kind}")
-    if task.k < 1 or len(rollout.completions) != task.k:
-        raise DataError(
-            f"completions: expected task.k = {task.k} >= 1 of them, found {len(rollout.completions)}"
-        )
-    columns = decode_columns(task.columns)
+    try:
+        check_rollout(rollout)
+    except Malformed as error:
+        raise DataError(str(error)) from error
     for index, completion in enumerate(rollout.completions):
-        _check_completion(index, completion)
+        _check_lengths(index, completion)
+    task = rollout.task
+    columns = decode_columns(task.columns)
     return [
         Sample(
             prompt=task.prompt_text,
@@ -84,26 +82,16 @@ def _decode(name: str, value: samples_pb2.ColumnValue) -> Any:
         ) from error
 
 
-def _check_completion(index: int, completion: samples_pb2.Completion) -> None:
+def _check_lengths(index: int, completion: samples_pb2.Completion) -> None:
+    """Checks what is optional; `check_rollout` sees to the rest."""
     tokens = len(completion.token_ids)
-    if completion.finish_reason not in FINISH_REASONS:
-        raise DataError(
-            f"completion {index}: finish_reason: expected STOP or LENGTH, found {completion.finish_reason}"
-        )
     lengths = {
-        "logprobs": (len(completion.logprobs), False),
-        "version_spans": (sum(span.count for span in completion.version_spans), False),
-        "loss_mask": (len(completion.loss_mask), True),
-        "reference_logprobs": (len(completion.reference_logprobs), True),
-        "segments": (sum(segment.token_count for segment in completion.segments), True),
+        "loss_mask": len(completion.loss_mask),
+        "reference_logprobs": len(completion.reference_logprobs),
+        "segments": sum(segment.token_count for segment in completion.segments),
     }
-    for name, (length, may_be_empty) in lengths.items():
-        if length != tokens and not (may_be_empty and length == 0):
+    for name, length in lengths.items():
+        if length not in {0, tokens}:
             raise DataError(
                 f"completion {index}: {name}: expected {tokens}, one per token, found {length}"
-            )
-    for place, logprob in enumerate(completion.logprobs):
-        if not math.isfinite(logprob):
-            raise DataError(
-                f"completion {index}: logprobs: expected finite numbers, found {logprob} at {place}"
             )

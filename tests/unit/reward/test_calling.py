@@ -7,14 +7,13 @@ import time
 
 import pytest
 
+from offbeat.config.workers import RewardFunction
 from services.reward.calling import Scorer
 from services.reward.counters import Counters
 from services.reward.functions.registry import _describe
 from services.reward.lane import Blocked, Lane, Overdue
 from services.reward.records import Sample
 from services.reward.scoring import FunctionBlocked, FunctionFailed, FunctionStuck, Role
-
-from offbeat.config.workers import RewardFunction
 
 SAMPLES = [
     Sample("p0", "c0", {"answer": "a0", "level": 0}, [1, 2], "stop"),
@@ -80,7 +79,13 @@ def _raises(error):
     return [function, asynchronous]
 
 
-ERRORS = [ValueError("odd"), KeyError("x"), StopIteration("end"), AssertionError(), TimeoutError("t")]
+ERRORS = [
+    ValueError("odd"),
+    KeyError("x"),
+    StopIteration("end"),
+    AssertionError(),
+    TimeoutError("t"),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -106,7 +111,7 @@ async def test_first_failure_in_the_order_of_the_recipe_is_told():
     def early(completions):
         raise ValueError("early")
 
-    with pytest.raises(FunctionFailed, match="'f0'.*late"):
+    with pytest.raises(FunctionFailed, match=r"'f0'.*late"):
         await _scorer(late, early).score(SAMPLES)
 
 

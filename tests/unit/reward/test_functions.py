@@ -13,9 +13,7 @@ from services.reward.scoring import Role
 
 
 def _load(name: str, weight: float = 1.0, path: str | None = None, **params):
-    return load_functions(
-        [RewardFunction(name=name, path=path, weight=weight, params=params)]
-    )[0]
+    return load_functions([RewardFunction(name=name, path=path, weight=weight, params=params)])[0]
 
 
 def _beside(name: str, weight: float = 1.0, **params):

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.functions.reward_model import RewardModel, batches_by_tokens
-
 from offbeat.errors import ModelError
+from services.reward.functions.reward_model import RewardModel, batches_by_tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -118,7 +117,7 @@ def test_the_models_own_chat_template(tmp_path, model):
 
 def test_too_long_texts_are_an_error_or_lose_their_beginning(folder, model):
     text = "0123456789" * 10
-    with pytest.raises(ValueError, match="at most 96 tokens.*found 101 at index 1"):
+    with pytest.raises(ValueError, match=r"at most 96 tokens.*found 101 at index 1"):
         RewardModel(path=folder, device="cpu")(["a", "b"], ["", text])
     function = RewardModel(path=folder, device="cpu", max_length=20)
     assert function(["b"], [text]) == _close(_reference(model, [text[-20:]]))
@@ -127,7 +126,7 @@ def test_too_long_texts_are_an_error_or_lose_their_beginning(folder, model):
 
 
 def test_an_empty_text_is_an_error(folder):
-    with pytest.raises(ValueError, match="at least one token.*index 1"):
+    with pytest.raises(ValueError, match=r"at least one token.*index 1"):
         RewardModel(path=folder, device="cpu")(["a", ""], ["b", ""])
 
 

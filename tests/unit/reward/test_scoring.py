@@ -96,7 +96,7 @@ def test_a_replacement_is_the_total_and_the_others_stay_readable():
 def test_a_penalty_is_no_score_by_itself():
     penalty = Component("missing_eos", [-1.0], weight=0.5, role=Role.PENALTY)
     assert _totals(Component("verifier", [1.0]), penalty) == [0.5]
-    with pytest.raises(FunctionFailed, match="verifier.*None from all at index 0"):
+    with pytest.raises(FunctionFailed, match=r"verifier.*None from all at index 0"):
         combine([Component("verifier", [None]), penalty], 1)
 
 
