@@ -53,7 +53,7 @@ class RewardServiceServicer(object):
 
     def Score(self, request, context):
         """Scores completions with the recipe's reward functions. INVALID_ARGUMENT for a malformed request; INTERNAL, with the function's
-        name, when one failed. A failure is never turned into a number.
+        name, when one failed; UNAVAILABLE while they are being loaded. A failure is never turned into a number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class RewardServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
     """Scores completions with the recipe's reward functions. INVALID_ARGUMENT for a malformed request; INTERNAL, with the function's
-    name, when one failed. A failure is never turned into a number.
+    name, when one failed; UNAVAILABLE while they are being loaded. A failure is never turned into a number.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_reward_pb2.RewardServiceGetStatusRequest, _reward_pb2.RewardServiceGetStatusResponse]
     """Reports counters."""
@@ -47,7 +47,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
     """Scores completions with the recipe's reward functions. INVALID_ARGUMENT for a malformed request; INTERNAL, with the function's
-    name, when one failed. A failure is never turned into a number.
+    name, when one failed; UNAVAILABLE while they are being loaded. A failure is never turned into a number.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_reward_pb2.RewardServiceGetStatusRequest, _reward_pb2.RewardServiceGetStatusResponse]  # type: ignore[assignment]
     """Reports counters."""
@@ -62,7 +62,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ScoreResponse, _abc.Awaitable[_reward_pb2.ScoreResponse]]:
         """Scores completions with the recipe's reward functions. INVALID_ARGUMENT for a malformed request; INTERNAL, with the function's
-        name, when one failed. A failure is never turned into a number.
+        name, when one failed; UNAVAILABLE while they are being loaded. A failure is never turned into a number.
         """
 
     @_abc_1.abstractmethod

@@ -513,7 +513,7 @@ class CompletionScore(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
     total: _builtins.float
-    """Weighted sum of the components that have a value; always finite."""
+    """Weighted sum of the components that have a value, or the value of a missing-EOS penalty that replaces it; always finite."""
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreComponent]:
         """Every component, in the recipe's order."""
