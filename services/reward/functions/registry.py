@@ -86,7 +86,7 @@ def _load(key: str, item: RewardFunction) -> RewardCallable:
             f"{key}.weight: not used by {item.name}, which replaces the total; found {item.weight:g}, remove it"
         )
     bound = frozenset() if inspect.isclass(found) else frozenset(item.params)
-    return _describe(key, item, call, role, bound)
+    return describe(key, item, call, role, bound)
 
 
 def _make(key: str, made: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
@@ -133,9 +133,10 @@ def _bind(key: str, function: Callable[..., Any], params: dict[str, Any]) -> Cal
     return functools.partial(function, **params)
 
 
-def _describe(
+def describe(
     key: str, item: RewardFunction, call: Callable[..., Any], role: Role, bound: frozenset[str]
 ) -> RewardCallable:
+    """What a callable's signature says. Raises `ConfigError` when it can't be called with names."""
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ import pytest
 from offbeat.config.workers import RewardFunction
 from services.reward.calling import Scorer
 from services.reward.counters import Counters
-from services.reward.functions.registry import _describe
+from services.reward.functions.registry import describe
 from services.reward.lane import Blocked, Lane, Overdue
 from services.reward.records import Sample
 from services.reward.scoring import FunctionBlocked, FunctionFailed, FunctionStuck, Role
@@ -23,7 +23,7 @@ SAMPLES = [
 
 def _scorer(*functions, timeout: float = 30.0) -> Scorer:
     described = [
-        _describe("key", RewardFunction(name=f"f{i}"), function, Role.SCORE, frozenset())
+        describe("key", RewardFunction(name=f"f{i}"), function, Role.SCORE, frozenset())
         for i, function in enumerate(functions)
     ]
     return Scorer(described, timeout, Counters())

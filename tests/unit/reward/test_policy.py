@@ -1,6 +1,6 @@
 """When a worker stops on its own, and when it may send heartbeats."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.policy import StopPolicy, Watchdog
@@ -10,6 +10,7 @@ EVENTS = st.lists(
 )
 
 
+@settings(deadline=None, max_examples=50)
 @given(EVENTS, st.integers(1, 4))
 def test_broken_means_that_many_groups_in_a_row_by_one_function(events, limit):
     policy = StopPolicy(limit)

@@ -1,7 +1,7 @@
 """Scores of `reward_model` are those of plain transformers, one text at a time."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ModelError
@@ -157,6 +157,7 @@ def test_bad_templates_are_refused(folder, template):
         RewardModel(path=folder, device="cpu", template=template)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120))
 def test_batches_hold_everything_once_and_fit(lengths, max_tokens):
     batches = list(batches_by_tokens(lengths, max_tokens))

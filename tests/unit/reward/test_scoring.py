@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.scoring import Component, FunctionFailed, Role, check_values, combine
@@ -52,6 +52,7 @@ def test_everything_else_is_an_error(returned, words):
         assert word in str(raised.value)
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     st.integers(1, 4).flatmap(
         lambda n: st.lists(
@@ -77,6 +78,7 @@ def test_total_is_the_weighted_sum_of_what_is_there(given_components):
         assert found == row
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(FINITE, min_size=1, max_size=6), FINITE)
 def test_zero_and_none_are_not_the_same(values, other):
     zero = combine([Component("a", [0.0] * len(values)), Component("b", values)], len(values))
