@@ -62,9 +62,9 @@ class Service:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stderr=log, env=self._environment)
 
-    async def ready(self) -> str:
+    async def ready(self, seconds: float = START_SECONDS) -> str:
         """Waits until the service says that it serves; returns its address."""
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self._address.exists() and await is_serving(self._address.read_text()):
                 return self._address.read_text()

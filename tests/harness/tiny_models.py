@@ -71,20 +71,25 @@ def perturb(model: Any, seed: int) -> None:
             parameter.add_(noise * 0.1 * parameter.std())
 
 
-def stage(model: Any, folder: Path, version: int, *, skip: str = "") -> StagedWeights:
-    """The model's weights as a receiver has them after a fetch; `skip` leaves one tensor out."""
+def tensors_of(model: Any, *, skip: str = "") -> list[tuple[str, str, Sequence[int], bytes]]:
+    """The model's tensors as a publisher describes them; `skip` leaves one out."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     tensors.pop(skip, None)
-    buffers = [
-        (name, str(t.dtype).removeprefix("torch."), t.shape, t.numpy().tobytes())
+    return [
+        (name, str(t.dtype).removeprefix("torch."), list(t.shape), t.numpy().tobytes())
         for name, t in tensors.items()
     ]
-    manifest: checkpoint.Manifest = describe(buffers)
+
+
+def stage(model: Any, folder: Path, version: int, *, skip: str = "") -> StagedWeights:
+    """The model's weights as a receiver has them after a fetch."""
+    tensors = tensors_of(model, skip=skip)
+    manifest: checkpoint.Manifest = describe(tensors)
     manifest.version = version
     path = folder / f"v{version}.bin"
-    path.write_bytes(b"".join(data for *_, data in buffers))
+    path.write_bytes(b"".join(data for *_, data in tensors))
     return StagedWeights(path, manifest)
 
 
