@@ -32,25 +32,27 @@ def grpcurl(*arguments: str) -> str:
 def test_a_run_on_vllm_and_deepspeed(tmp_path):
     recipe = write_recipe(
         tmp_path,
-        schedule={"steps": 6},
+        schedule={"steps": 12},
         generator={"engine": VLLM},
         evaluation={"prompts": 10, "pass_threshold": 0.5},
     )
     with start(recipe) as run:
         run.wait_for_step(1)
+        grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Pause")
         for service, name in SERVICES.items():
             address = run.address(service)
             answer = json.loads(grpcurl(address, "grpc.health.v1.Health/Check"))
             assert answer == {"status": "SERVING"}, service
             assert name in grpcurl(address, "list")
             assert "rpc GetStatus" in grpcurl(address, "describe", name)
+        grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Resume")
         run.succeed()
         audit = run.audit()
-        assert (audit.trained, audit.dead, audit.versions) == (48, 0, 7)
+        assert (audit.trained, audit.dead, audit.versions) == (96, 0, 13)
         steps = [line for line in run.metrics() if "loss" in line]
-        assert [line["step"] for line in steps] == list(range(1, 7))
+        assert [line["step"] for line in steps] == list(range(1, 13))
         evaluated = [line for line in run.metrics() if "eval/greedy/pass@1" in line]
-        assert [line["step"] for line in evaluated] == [0, 6]
+        assert [line["step"] for line in evaluated] == [0, 12]
         assert all(line["eval/greedy/prompts"] == 10 for line in evaluated)
         _check_export(run.folder / "export")
 
@@ -95,7 +97,8 @@ def test_two_of_each_worker_share_the_work(tmp_path):
         reward={"replicas": 2, "max_groups": 4},
     )
     with start(recipe) as run:
-        run.wait_for_step(5)
+        run.wait_for_step(4)
+        grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Pause")
         for service, counter in (("generator", "groupsFinished"), ("reward", "groupsFinished")):
             files = sorted(run.folder.glob(f"addresses/{service}.*"))
             assert len(files) == 2
@@ -108,5 +111,6 @@ def test_two_of_each_worker_share_the_work(tmp_path):
                 for file in files
             ]
             assert min(done) >= 0.2 * sum(done), (service, done)
+        grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Resume")
         run.succeed()
         run.audit()
