@@ -6,6 +6,7 @@ error of `offbeat.errors`:
 - `ServiceUnavailable`: no answer within the deadline;
 - `Fenced`: a newer learner has taken over;
 - `IntegrityError`: bytes do not match their hash, again after a second try from the start;
+- `VersionGone`: there is no such version (any more);
 - `WeightsError`: anything else that the service refuses; the text is the service's.
 """
 
@@ -51,6 +52,10 @@ HOPELESS = {
 """Statuses that no amount of waiting changes."""
 
 Reply = TypeVar("Reply")
+
+
+class VersionGone(WeightsError):
+    """The version does not exist, or not any more. A receiver goes on with the newest one."""
 
 
 class CheckpointClient:
@@ -133,16 +138,28 @@ class CheckpointClient:
         """Fetches a version (0: the newest) into `directory`/<version>.weights and verifies it.
 
         A broken fetch goes on at the byte where it broke. Bytes that don't match are fetched once
-        more from the start. On failure no file is left. Raises `WeightsError` at once when the
-        folder has no room (`chunks.NoRoom`) or the version is not there.
+        more from the start. On failure no file is left. Raises at once when the folder has no room
+        (`chunks.NoRoom`) or the version is not there (`VersionGone`); when the newest was asked for
+        and is replaced during an interruption, the then newest is fetched.
         """
         directory.mkdir(parents=True, exist_ok=True)
         retry = _Retry(f"Fetch of version {version or '(newest)'}", self.address, deadline_seconds)
-        try:
-            return await self._fetch(directory, version, retry)
-        except IntegrityError as error:
-            log.warning("%s; fetching from the start again", error)
-        return await self._fetch(directory, version, retry)
+        corrupted = False
+        while True:
+            transfer = _Transfer(directory, version)
+            try:
+                return await self._fetch(transfer, retry)
+            except VersionGone as error:
+                if version or not transfer.begun:
+                    raise
+                log.info("%s; fetching the newest version instead", error)
+            except IntegrityError as error:
+                if corrupted:
+                    raise
+                corrupted = True
+                log.warning("%s; fetching from the start again", error)
+            finally:
+                transfer.clean_up()
 
     async def watch(self, after_version: int = 0) -> AsyncIterator[checkpoint.WatchResponse]:
         """Yields each newer version once, for ever; a slow reader misses versions in between.
@@ -234,14 +251,10 @@ class CheckpointClient:
         except grpc.aio.AioRpcError as error:
             raise _translated(error, what, self.address) from error
 
-    async def _fetch(self, directory: Path, version: int, retry: "_Retry") -> StagedWeights:
-        transfer = _Transfer(directory, version)
-        try:
-            while not await self._go_on(transfer, retry):
-                pass
-            return await transfer.complete()
-        finally:
-            transfer.clean_up()
+    async def _fetch(self, transfer: "_Transfer", retry: "_Retry") -> StagedWeights:
+        while not await self._go_on(transfer, retry):
+            pass
+        return await transfer.complete()
 
     async def _go_on(self, transfer: "_Transfer", retry: "_Retry") -> bool:
         """Receives from where the transfer stands. False when the stream broke and may go on."""
@@ -276,6 +289,11 @@ class _Transfer:
         self._partial = directory / f".{uuid.uuid4().hex}.partial"
         self._manifest: checkpoint.Manifest | None = None
         self._writer: WeightsWriter | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the service has sent anything."""
+        return self._manifest is not None
 
     @property
     def position(self) -> int:
@@ -376,6 +394,8 @@ def _translated(error: grpc.aio.AioRpcError, what: str, address: str) -> Offbeat
     text = f"{what} at {address}: {error.details() or error.code().name}"
     if error.code() == grpc.StatusCode.DATA_LOSS:
         return IntegrityError(text)
+    if error.code() == grpc.StatusCode.NOT_FOUND:
+        return VersionGone(text)
     if any(key == FENCED_KEY for key, _ in error.trailing_metadata() or ()):
         return Fenced(text)
     return WeightsError(text)

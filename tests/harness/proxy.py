@@ -11,7 +11,6 @@ async with Proxy(service.address) as proxy:
 """
 
 import asyncio
-import contextlib
 from typing import Literal
 
 Direction = Literal["down", "up"]
@@ -118,7 +117,7 @@ class Proxy:
     ) -> None:
         """Forwards until the sender ends, an end is gone, or the connection is to be cut."""
         carried = 0
-        with contextlib.suppress(OSError):
+        try:
             while data := await reader.read(READ_BYTES):
                 await self._flowing.wait()
                 if self.delay_seconds:
@@ -134,6 +133,9 @@ class Proxy:
                     connection.abort()
                     return
             writer.write_eof()
+        except OSError:
+            # One end was reset; so is the other.
+            connection.abort()
 
     def _flipped(self, direction: Direction, data: bytes) -> bytes:
         position = self._flip[direction]

@@ -26,7 +26,7 @@ from offbeat.streams.redis import RedisLearnerStreams, RedisVersionMark
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
 from offbeat.weights.chunks import NoRoom
-from offbeat.weights.client import CheckpointClient
+from offbeat.weights.client import CheckpointClient, VersionGone
 from offbeat.weights.manifest import as_bytes, describe
 from services.checkpoint.service import SERVICE_NAME, CheckpointServicer, VersionMark
 from services.checkpoint.store import COMMIT_POINTS, VersionStore
@@ -453,6 +453,24 @@ async def test_a_byte_that_changed_on_the_way_is_sent_again(
     assert [v.version for v in await client.list_versions()] == [1]
 
 
+async def test_a_cancelled_transfer_leaves_nothing(
+    service: Running, client: CheckpointClient, tmp_path: Path
+) -> None:
+    async with Proxy(service.address) as proxy, client_of(proxy.address) as far:
+        upload = asyncio.create_task(publish(far, tensors(20 * MIB)))
+        await until(lambda: service.servicer.counters.received_bytes > 9 * MIB)
+        upload.cancel()
+        await until(lambda: not list((tmp_path / "store" / "incoming").iterdir()))
+        await publish(client, tensors(20 * MIB))
+        fetch = asyncio.create_task(staged_bytes(far, tmp_path / "stage"))
+        await until(lambda: proxy.bytes["down"] > 9 * MIB)
+        fetch.cancel()
+        await asyncio.wait([upload, fetch])
+        assert not list((tmp_path / "stage").iterdir())
+        await until(lambda: service.store.get(1).leases == 0)
+    assert [v.version for v in await client.list_versions()] == [1]
+
+
 async def test_nobody_there(tmp_path: Path) -> None:
     async with Proxy("127.0.0.1:1") as proxy, client_of(proxy.address) as client:
         proxy.refuse = True
@@ -472,7 +490,7 @@ async def test_nobody_there(tmp_path: Path) -> None:
 
 
 async def test_a_fetch_outlives_kills_of_the_service(process: Service, tmp_path: Path) -> None:
-    weights = tensors(24 * MIB)
+    weights = tensors(12 * MIB)
     process.start()
     async with client_of(await process.ready()) as client:
         await publish(client, weights)
@@ -484,15 +502,16 @@ async def test_a_fetch_outlives_kills_of_the_service(process: Service, tmp_path:
         proxy.resume()
         await until(lambda: proxy.bytes["down"] > 3 * MIB)
         process.kill()
+        proxy.delay_seconds = 0.0
         process.start()
         proxy.target = await process.ready()
         assert await fetch == content(weights)
-        assert proxy.bytes["down"] < 27 * MIB
+        assert proxy.bytes["down"] < 15 * MIB
     assert process.stop() == 0
 
 
 async def test_a_publish_outlives_a_kill_of_the_service(process: Service, tmp_path: Path) -> None:
-    weights = tensors(24 * MIB)
+    weights = tensors(12 * MIB)
     process.start()
     async with Proxy(await process.ready()) as proxy, client_of(proxy.address) as learner:
         proxy.delay_seconds = 0.001
@@ -532,21 +551,30 @@ async def test_a_crash_at_any_point_of_a_publish_leaves_the_old_or_the_new(
                 assert [v.step for v in await learner.list_versions()] == [1, 2]
 
 
-async def test_a_graceful_stop_lets_a_fetch_end_and_ends_watches(process: Service) -> None:
-    weights = tensors(40 * MIB)
+async def test_a_graceful_stop_lets_a_publish_end_and_ends_watches(
+    process: Service, tmp_path: Path
+) -> None:
     process.start()
     address = await process.ready()
+    stopping = asyncio.Event()
+
+    async def requests() -> AsyncIterator[checkpoint.PublishRequest]:
+        yield _header()
+        yield _chunk(0, b"ab")
+        await stopping.wait()
+        yield _chunk(2, b"cd")
+
     async with client_of(address) as client, rpc.connect(address) as channel:
-        await publish(client, weights)
+        await publish(client, tensors(99), term=1)
         watch = client.watch()
         assert (await anext(watch)).version == 1
-        stub = checkpoint_grpc.CheckpointServiceStub(channel)
-        fetch = aiter(stub.Fetch(checkpoint.FetchRequest(run_id=RUN), timeout=60.0))
-        await anext(fetch)
+        upload = checkpoint_grpc.CheckpointServiceStub(channel).Publish(requests(), timeout=60.0)
+        await until(lambda: list((tmp_path / "store" / "incoming").iterdir()))
         stopped = asyncio.create_task(asyncio.to_thread(process.stop))
         while await health(address) == SERVING:
             await asyncio.sleep(0.01)
-        assert b"".join([message.chunk.data async for message in fetch]) == content(weights)
+        stopping.set()
+        assert (await upload).manifest.version == 2
         assert await stopped == 0
         await watch.aclose()
 
@@ -573,6 +601,33 @@ async def test_an_open_fetch_keeps_its_version(tmp_path: Path) -> None:
         proxy.resume()
         assert await fetch == content(weights)
         await until(lambda: not service.store.get(1).available)
+
+
+async def test_a_broken_fetch_of_the_newest_goes_on_to_the_newer(tmp_path: Path) -> None:
+    newest = tensors(99, 3)
+    async with (
+        serving(tmp_path / "store", keep=1) as service,
+        client_of(service.address) as client,
+        Proxy(service.address) as proxy,
+        client_of(proxy.address) as far,
+    ):
+        await publish(client, tensors(20 * MIB), step=1)
+        of_newest, of_first = (
+            asyncio.create_task(staged_bytes(far, tmp_path / f"stage-{version}", version))
+            for version in (0, 1)
+        )
+        await until(lambda: service.store.get(1).leases == 2)
+        proxy.stall()
+        await publish(client, newest, step=2)
+        proxy.refuse = True
+        proxy.cut()
+        proxy.resume()
+        await until(lambda: not service.store.get(1).available)
+        proxy.refuse = False
+        assert await of_newest == content(newest)
+        with pytest.raises(VersionGone, match="the bytes of version 1 are gone"):
+            await of_first
+        assert not list((tmp_path / "stage-1").iterdir())
 
 
 async def test_a_lease_ends(tmp_path: Path) -> None:
