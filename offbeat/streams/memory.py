@@ -1,7 +1,5 @@
 """The sample streams in the memory of one process. For unit tests only: it has the semantics of the Redis adapter
 (the same tests run on both), but neither outages nor lost replies.
-
-Everything that is a script there is a method without `await` here, which is as atomic on one event loop.
 """
 
 import asyncio
@@ -9,8 +7,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from offbeat.config.service import RedisSettings
@@ -25,104 +22,15 @@ from offbeat.streams.base import (
     WorkerStreams,
 )
 from offbeat.streams.keys import SOURCES, TARGETS, Role
-from offbeat.streams.records import (
-    Malformed,
-    decode,
-    in_flight_field,
-    settled_field,
-    task_fields,
-)
+from offbeat.streams.memory_server import Entry, EntryKey, MemoryServer
+from offbeat.streams.records import Malformed, decode, settled_field
 from offbeat.v1 import samples_pb2 as samples
+
+__all__ = ["MemoryLearnerStreams", "MemoryServer", "MemoryWorkerStreams"]
 
 POLL_SECONDS = 0.005
 HANDED_BACK = "handed-back"
 COLLECTED = (Stream.SCORED, Stream.DEAD)
-
-EntryKey = tuple[Stream, str]
-
-
-@dataclass
-class _Entry:
-    fields: dict[bytes, bytes]
-    owner: str | None = None  # None: not delivered yet, or settled and kept (a dead letter)
-    since: float = 0.0
-    deliveries: int = 0
-    lone: str = ""  # "", "next" (must run alone), or the consumer with which it runs alone
-    settled: bool = False
-
-
-@dataclass
-class MemoryServer:
-    """What the adapters of one run share, as they would a Redis. `clock` tells seconds; a test may turn it."""
-
-    clock: Callable[[], float] = time.monotonic
-    full: bool = False
-    """Set by a test: issuing is refused, as by a Redis without memory."""
-    streams: dict[Stream, dict[str, _Entry]] = field(
-        default_factory=lambda: {stream: {} for stream in Stream}
-    )
-    in_flight: dict[str, tuple[int, int]] = field(default_factory=dict)
-    beats: dict[tuple[str, str], float] = field(default_factory=dict)
-    info: dict[str, str] = field(default_factory=dict)
-    term: int = 0
-    learner: str = ""
-    finished: bool = False
-    _count: int = 0
-
-    def add(self, stream: Stream, fields: Mapping[bytes, bytes]) -> None:
-        """Adds an entry."""
-        self._count += 1
-        self.streams[stream][f"{self._count}-0"] = _Entry(dict(fields))
-
-    def entry(self, key: EntryKey) -> _Entry | None:
-        """An entry that is delivered and not settled."""
-        entry = self.streams[key[0]].get(key[1])
-        return entry if entry is not None and entry.owner is not None else None
-
-    def remove(self, key: EntryKey) -> _Entry | None:
-        """Takes an entry off its stream: for whoever comes first."""
-        return self.streams[key[0]].pop(key[1]) if self.entry(key) is not None else None
-
-    def deliver(self, entry: _Entry, consumer: str) -> None:
-        """Makes `consumer` the owner and counts the delivery."""
-        entry.owner, entry.since = consumer, self.clock()
-        entry.deliveries += 1
-
-    def bury(self, key: EntryKey, reason: str, worker: str) -> None:
-        """Moves an entry to the dead stream."""
-        entry = self.remove(key)
-        if entry is None:
-            return
-        told = {
-            "from": key[0],
-            "reason": reason,
-            "worker": worker,
-            "n": str(entry.deliveries),
-            "at": f"{1000 * time.time():.0f}",
-        }
-        kept = {name: value for name, value in entry.fields.items() if name != b"s"}
-        self.add(Stream.DEAD, kept | {name.encode(): text.encode() for name, text in told.items()})
-
-    def empty(self) -> None:
-        """Loses everything, as an emptied Redis does."""
-        for entries in self.streams.values():
-            entries.clear()
-        self.in_flight.clear()
-        self.term = 0
-
-    def issue(self, task: samples.PromptTask) -> bool:
-        """Issues a task unless the same or a newer attempt is under way."""
-        name, attempt = in_flight_field(task), (task.term, task.attempt)
-        if self.in_flight.get(name, (-1, -1)) >= attempt:
-            return False
-        self.in_flight[name] = attempt
-        self.add(_stream_of(task), task_fields(task))
-        return True
-
-
-def _stream_of(task: samples.PromptTask) -> Stream:
-    evaluation = task.kind == samples.TASK_KIND_EVALUATION
-    return Stream.EVALUATIONS if evaluation else Stream.PROMPTS
 
 
 class MemoryWorkerStreams(WorkerStreams):
@@ -137,6 +45,7 @@ class MemoryWorkerStreams(WorkerStreams):
         self._member_id = member_id
         self._announcement: tuple[str, dict[str, str]] = ("", {})
         self._held: dict[EntryKey, float] = {}
+        self._alone: EntryKey | None = None  # runs alone while it is held
         self.consumer = f"{member_id}.{secrets.token_hex(4)}"
 
     async def take(
@@ -149,7 +58,7 @@ class MemoryWorkerStreams(WorkerStreams):
                 return found
             await asyncio.sleep(POLL_SECONDS)
 
-    def _all(self) -> list[tuple[EntryKey, _Entry]]:
+    def _all(self) -> list[tuple[EntryKey, Entry]]:
         streams = self._server.streams
         return [((s, i), entry) for s in SOURCES[self._role] for i, entry in streams[s].items()]
 
@@ -162,16 +71,13 @@ class MemoryWorkerStreams(WorkerStreams):
             if role == self._role and now - at < idle
         ]
         mine = [entry for key, entry in self._all() if key in self._held and self._owned(key)]
-        if any(entry.lone == self.consumer for entry in mine):
-            return 0
         return min(limit, max(1, math.ceil(len(self._all()) / len(alive))) - len(mine))
 
     def _take(self, limit: int, held_version: int) -> list[EntryKey]:
         room = self._room(limit)
-        if room <= 0:
+        if room <= 0 or self._alone in self._held:
             return []
         normal: list[EntryKey] = []
-        holds = any(self._owned(key) for key in self._held)
         for key, entry in self._all():
             if not self._claimable(key, entry):
                 continue
@@ -180,8 +86,8 @@ class MemoryWorkerStreams(WorkerStreams):
                 owner = entry.owner or ""
                 self._server.bury(key, f"{reason}(delivery {entry.deliveries})", owner)
             elif entry.lone == "next" or entry.deliveries + 1 >= 3:
-                if not holds:
-                    entry.lone = self.consumer
+                if not self._held:
+                    entry.lone, self._alone = self.consumer, key
                     self._server.deliver(entry, self.consumer)
                     return [key]
             else:
@@ -207,8 +113,8 @@ class MemoryWorkerStreams(WorkerStreams):
                 found.append(key)
         return found
 
-    def _claimable(self, key: EntryKey, entry: _Entry) -> bool:
-        if entry.owner is None or (entry.owner == self.consumer and key in self._held):
+    def _claimable(self, key: EntryKey, entry: Entry) -> bool:
+        if entry.owner is None or key in self._held:
             return False
         silent = self._server.clock() - entry.since >= self._settings.min_idle_seconds
         return silent or entry.owner == HANDED_BACK
@@ -238,7 +144,7 @@ class MemoryWorkerStreams(WorkerStreams):
         self._server.add(TARGETS[self._role], fields)
         return True
 
-    def _owned(self, key: EntryKey) -> _Entry | None:
+    def _owned(self, key: EntryKey) -> Entry | None:
         entry = self._server.entry(key)
         return entry if entry is not None and entry.owner == self.consumer else None
 

@@ -44,6 +44,7 @@ class RedisWorkerStreams(WorkerStreams):
         self.consumer = f"{member_id}.{secrets.token_hex(4)}"
         self._announcement: dict[str, object] = {"member_id": member_id, "address": "", "info": {}}
         self._held: dict[EntryKey, float] = {}  # when it was taken, monotonic seconds
+        self._alone: EntryKey | None = None  # the entry that must run alone, while it is held
         self._lost: set[EntryKey] = set()  # reported as lost by `beat` and not taken again since
         self._taking = asyncio.Lock()
         self._unsure = (
@@ -59,18 +60,16 @@ class RedisWorkerStreams(WorkerStreams):
         self, limit: int, *, held_version: int = 0, wait_seconds: float = 1.0
     ) -> list[Delivery]:
         """See `WorkerStreams.take`. Also returns [] while Redis is away."""
-        if limit <= 0:
-            await asyncio.sleep(wait_seconds)
-            return []
         end = time.monotonic() + wait_seconds
-        while True:
+        while limit > 0:
             after = dict.fromkeys(self._stream_keys, "$")
             left_behind = 1
             try:
                 async with self._taking:
-                    found, after, left_behind = await self._take_once(limit, held_version)
-                if found:
-                    return found
+                    if self._alone is None:
+                        found, after, left_behind = await self._take_once(limit, held_version)
+                        if found:
+                            return found
             except Unreachable as error:
                 if self._link.given_up:
                     raise self._link.unavailable("new entries", error) from error
@@ -83,6 +82,8 @@ class RedisWorkerStreams(WorkerStreams):
             await self._link.wait_for_entries(
                 after, min(left, POLL_SECONDS) if left_behind else left
             )
+        await asyncio.sleep(wait_seconds)
+        return []
 
     async def _take_once(
         self, limit: int, held_version: int
@@ -133,6 +134,7 @@ class RedisWorkerStreams(WorkerStreams):
         """Takes note of a delivered entry; None, and a dead letter, when it is no record."""
         key = stream, entry_id
         self._held[key] = time.monotonic()
+        self._alone = key if alone else self._alone
         self._lost.discard(key)
         try:
             return Delivery(stream, entry_id, decode(stream, fields), count, alone)
@@ -165,6 +167,10 @@ class RedisWorkerStreams(WorkerStreams):
             log.warning("%d entries were delivered in a reply that got lost; taken now", len(found))
         return found
 
+    def _forget(self, key: EntryKey) -> None:
+        self._held.pop(key, None)
+        self._alone = None if self._alone == key else self._alone
+
     def _lone_field(self, key: EntryKey) -> str:
         return f"{self._keys.stream(key[0])}|{key[1]}"
 
@@ -186,7 +192,7 @@ class RedisWorkerStreams(WorkerStreams):
                 "p" if self._role == "generator" else "s",
             ],
         )
-        self._held.pop(delivery.key, None)
+        self._forget(delivery.key)
         return bool(moved)
 
     async def beat(self, deliveries: Iterable[Delivery]) -> set[EntryKey]:
@@ -206,7 +212,7 @@ class RedisWorkerStreams(WorkerStreams):
             rejected = []
         lost.update(beaten[position - 1] for position in rejected)
         for key in lost:
-            self._held.pop(key, None)
+            self._forget(key)
         self._lost |= lost
         return lost
 
@@ -239,7 +245,7 @@ class RedisWorkerStreams(WorkerStreams):
             "giving entries back", "hand_back", [self._keys.lone, *self._stream_keys], args
         )
         for key in keys:
-            self._held.pop(key, None)
+            self._forget(key)
 
     async def fail(self, delivery: Delivery, reason: str, *, final: bool) -> None:
         """See `WorkerStreams.fail`."""
@@ -253,7 +259,7 @@ class RedisWorkerStreams(WorkerStreams):
             [self._keys.stream(stream), self._keys.stream(Stream.DEAD), self._keys.lone],
             [self._group, self.consumer, entry_id, stream, reason, int(final)],
         )
-        self._held.pop(key, None)
+        self._forget(key)
         after = "dead now" if dead else "tried again alone"
         log.warning("%s %s failed (%s): %s", stream, entry_id, after, reason)
 

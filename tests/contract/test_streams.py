@@ -122,7 +122,7 @@ async def test_two_workers_share_the_work(run: StreamsRun, role: str) -> None:
     if role == "reward":
         await pass_on(run.worker())
     workers = [run.worker(role), run.worker(role)]
-    done = {worker: 0 for worker in workers}
+    done = dict.fromkeys(workers, 0)
     holding: dict = {worker: [] for worker in workers}
     while sum(done.values()) < 60:
         # The second is three times as fast; both would take all that they can get.

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -106,6 +106,19 @@ class Streams(RuleBasedStateMachine):
         if any(delivery.alone for delivery in held):
             assert len(held) == 1
 
+    @rule(slot=slots, limit=st.integers(1, 4))
+    def work(self, slot: int, limit: int) -> None:
+        """What most of a run is: without it, few entries would get far."""
+        self.take(slot, limit)
+        while self.holding[slot]:
+            self.hand_off(slot)
+
+    @rule(slots=st.permutations([0, 2]))
+    def work_on_both_sides(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.work(slot, 4)
+        self.collect(5)
+
     @rule(slot=slots)
     def hand_off(self, slot: int) -> None:
         if self.holding[slot]:
@@ -132,6 +145,13 @@ class Streams(RuleBasedStateMachine):
         if self.holding[slot]:
             delivery = self.holding[slot].pop(0)
             self.do(self.workers[slot].fail(delivery, "failed", final=final))
+
+    @rule(slot=slots, limit=st.integers(1, 2))
+    def kill_again_and_again(self, slot: int, limit: int) -> None:
+        for _ in range(2):
+            self.take(slot, limit)
+            self.die(slot)
+            self.idle()
 
     @rule(slot=slots)
     def die(self, slot: int) -> None:
@@ -176,9 +196,7 @@ class Streams(RuleBasedStateMachine):
                     break
                 self.idle()
                 for slot in range(len(SLOTS)):
-                    self.take(slot, 4)
-                    while self.holding[slot]:
-                        self.hand_off(slot)
+                    self.work(slot, 4)
                 self.collect(100)
                 self.settle(100)
             assert not self.under_way
@@ -200,16 +218,17 @@ def check(server: str | None, examples: int, steps: int) -> None:
             stateful_step_count=steps,
             deadline=None,
             derandomize=True,
+            phases=[Phase.generate],  # shrinking would take minutes on a server
             suppress_health_check=list(HealthCheck),
         ),
     )
 
 
 def test_nothing_is_lost_or_doubled_in_memory() -> None:
-    check(None, examples=25, steps=30)
+    check(None, examples=20, steps=50)
 
 
 def test_nothing_is_lost_or_doubled_on_a_server(
     request: pytest.FixtureRequest, own_server: RedisServer
 ) -> None:
-    check(own_server.url, examples=4, steps=30)
+    check(own_server.url, examples=5, steps=50)

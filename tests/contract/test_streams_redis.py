@@ -9,6 +9,7 @@ from importlib import resources
 import pytest
 from redis.asyncio import Redis
 
+from offbeat.config.service import RedisSettings
 from offbeat.errors import BacklogFull, ServiceUnavailable, StreamError
 from offbeat.local.redis_server import RedisServer
 from offbeat.streams.base import Stream
@@ -223,7 +224,7 @@ async def test_an_outage_ends_the_process_after_its_limit(own_server: RedisServe
     own_server.kill()
     with pytest.raises(ServiceUnavailable, match=own_server.url):
         await worker.hand_off(held[0], make_result(held[0]))
-    with pytest.raises(ServiceUnavailable, match="issuing|groups"):
+    with pytest.raises(ServiceUnavailable, match=r"issuing|groups"):
         await learner.issue(make_tasks(2))
 
     async def gives_up() -> bool:
@@ -388,7 +389,7 @@ async def test_a_wrong_password_is_an_error_that_does_not_show_it(own_server: Re
 
 def test_a_url_of_another_kind_is_an_error() -> None:
     with pytest.raises(StreamError, match="expected redis://HOST:PORT/DB, found http://:0"):
-        StreamsRun("http://:0").worker()
+        RedisWorkerStreams("http://:0", "run", "generator", "worker", RedisSettings())
 
 
 # --- the rest ------------------------------------------------------------------------------------------------------

@@ -29,9 +29,6 @@ end
 -- At least 1 for a worker with empty hands: shares are rounded up.
 local alive = redis.call('ZCOUNT', members, '(' .. whole(now - min_idle), '+inf')
 local room = math.min(limit, math.max(1, math.ceil(total / alive)) - held)
-for field in pairs(known) do
-  if redis.call('HGET', lone, field) == 'now:' .. consumer then room = 0 end
-end
 
 local found = {}
 local function deliver(s, id, deliveries, alone, fields)
@@ -39,13 +36,20 @@ local function deliver(s, id, deliveries, alone, fields)
   room = room - 1
 end
 
--- Entries that were given back and, when claims are allowed, entries whose owner is silent.
+-- Entries that were given back and, when claims are allowed, entries whose owner is silent. Not those that the process
+-- believes it holds: when it was robbed of one, it must learn that from its next heartbeat first.
 local function candidates(stream)
-  local rows = redis.call('XPENDING', stream, group, '-', '+', 100, HANDED_BACK)
-  if not claims_allowed then return rows end
-  for _, row in ipairs(redis.call('XPENDING', stream, group, 'IDLE', min_idle, '-', '+', 100)) do
-    local mine = row[2] == consumer and known[lone_field(stream, row[1])]
-    if row[2] ~= HANDED_BACK and not mine then rows[#rows + 1] = row end
+  local rows = {}
+  local function append(pending)
+    for _, row in ipairs(pending) do
+      if not known[lone_field(stream, row[1])] then rows[#rows + 1] = row end
+    end
+  end
+  -- Entries that were given back are idle, too: claims cover them.
+  if claims_allowed then
+    append(redis.call('XPENDING', stream, group, 'IDLE', min_idle, '-', '+', 100))
+  else
+    append(redis.call('XPENDING', stream, group, '-', '+', 100, HANDED_BACK))
   end
   return rows
 end
@@ -97,7 +101,7 @@ local function take()
   for s = 1, count do
     local single
     normal[s], single = sort(s)
-    if held == 0 and #found == 0 and single[1] then claim(s, single[1], 1) end
+    if next(known) == nil and #found == 0 and single[1] then claim(s, single[1], 1) end
     if #found > 0 then return end
   end
   for s = 1, count do
