@@ -24,6 +24,11 @@ class RunSettings(Settings):
     )
     seed: int = Field(0, ge=0, description="Seed of data order, sampling, and initialisation.")
     directory: str = Field("runs", description="Folder of all runs.")
+    max_quick_crashes: int = Field(
+        5,
+        ge=1,
+        description="`offbeat run` gives up when a process crashed so often in a row, each time within a minute.",
+    )
 
 
 class ModelSettings(Settings):
@@ -72,9 +77,7 @@ class ScheduleSettings(Settings):
 class EvaluationSettings(Settings):
     """Held-out evaluation during the run."""
 
-    every_steps: int | None = Field(
-        None, gt=0, description="null: not by steps."
-    )
+    every_steps: int | None = Field(None, gt=0, description="null: not by steps.")
     every_minutes: float | None = Field(None, gt=0, description="null: not by time.")
     at_start: bool = True
     at_end: bool = True

@@ -49,7 +49,9 @@ class RedisSettings(Settings):
         description="Longest time that a worker may hold one entry, in spite of heartbeats.",
     )
     outage_seconds: float = Field(
-        300.0, gt=0, description="How long a Redis that is away is waited for; then the process gives up."
+        300.0,
+        gt=0,
+        description="How long a Redis that is away is waited for; then the process gives up.",
     )
     embedded_max_memory_mb: int = Field(
         1024, gt=0, description="maxmemory of the embedded server, MiB."

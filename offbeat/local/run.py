@@ -17,6 +17,7 @@ from offbeat.local.addresses import (
 from offbeat.local.folder import RunFolder
 from offbeat.local.model import check_model, prepare_model
 from offbeat.local.redis_server import MIB, find_server, free_port, server_command, server_url
+from offbeat.local.restarts import RestartPolicy
 from offbeat.local.supervisor import ProcessSpec, Supervisor, with_overrides
 from offbeat.local.threads import cores_available
 from offbeat.local.watch import watch_progress
@@ -81,7 +82,13 @@ async def run_recipe(recipe: Recipe, folder: RunFolder, observer: Observer) -> O
         observer.progress(progress)
 
     grace = commands.grace_seconds(recipe)
-    async with Supervisor(folder.logs, report=observer.event, grace_seconds=grace) as supervisor:
+    supervisor = Supervisor(
+        folder.logs,
+        report=observer.event,
+        grace_seconds=grace,
+        policy=lambda: RestartPolicy(max_quick=recipe.run.max_quick_crashes),
+    )
+    async with supervisor:
         await _start_all(recipe, folder, supervisor)
         observer.event("all processes are started; models are loading")
         watching = asyncio.create_task(watch_progress(folder.addresses, on_progress))

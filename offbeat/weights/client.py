@@ -23,6 +23,7 @@ import grpc
 
 from offbeat import rpc
 from offbeat.errors import Fenced, IntegrityError, OffbeatError, ServiceUnavailable, WeightsError
+from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
 from offbeat.weights.chunks import WeightsWriter, chunks
@@ -349,6 +350,7 @@ class _Retry:
         self._total = deadline_seconds
         self._end = asyncio.get_running_loop().time() + deadline_seconds
         self._pause = 0.05
+        self._refusal: grpc.aio.AioRpcError | None = None
 
     def left(self) -> float:
         """Seconds until the deadline; a call's timeout."""
@@ -363,14 +365,20 @@ class _Retry:
         expired = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         if error.code() not in BROKEN and not expired:
             raise _translated(error, self._what, self._address) from error
+        if not expired:
+            self._refusal = error
         if self.left() <= self._pause:
+            # An attempt that merely ran out of time says less than the one before it.
+            error = self._refusal or error
             if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise _translated(error, self._what, self._address) from error
             raise ServiceUnavailable(
                 f"{self._what} at {self._address} did not end within {self._total:g} s (last "
                 f"answer: {error.code().name} {error.details() or ''}); is the service running?"
             ) from error
-        log.info("%s at %s: %s; going on", self._what, self._address, error.details())
+        full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        level = logging.WARNING if full else logging.INFO
+        log.log(level, "%s at %s: %s; going on", self._what, self._address, error.details())
         await asyncio.sleep(self._pause * random.uniform(0.5, 1.0))
         self._pause = min(2.0, self._pause * 2)
 
@@ -387,6 +395,7 @@ async def _publish_requests(
     for data in chunks(views):
         yield checkpoint.PublishRequest(chunk=checkpoint.WeightsChunk(offset=offset, data=data))
         offset += len(data)
+        failpoint("publish.sending")
 
 
 def _translated(error: grpc.aio.AioRpcError, what: str, address: str) -> OffbeatError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.config import Recipe
+from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import learner_pb2 as learner
 from offbeat.weights.manifest import describe
@@ -322,6 +323,7 @@ class Loop:
         self._ranks.save(partial)
         assert self._publishing is not None
         self._publishing.result()
+        failpoint("learner.published")
         self._meta.lineage = dict(self.coordinator.cohorts.lineage.versions)
         meta = Meta.parse(self._meta.dump())
         self._saved_step, self._saved_at = self._meta.step, time.monotonic()
