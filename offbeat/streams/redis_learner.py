@@ -146,6 +146,7 @@ class RedisLearnerStreams(LearnerStreams):
         while True:
             try:
                 found, after = await self._collect_once(limit)
+                self._collected |= {delivery.key for delivery in found}
             except Unreachable as error:
                 raise self._link.unavailable("scored groups", error) from error
             except NoGroup as error:
@@ -168,11 +169,11 @@ class RedisLearnerStreams(LearnerStreams):
         self._unsure = True
         args: list[Argument] = [term, LEARNER, self._consumer, limit]
         entries, newest = await self._link.once("collect", [self._keys.term, *keys], args)
-        self._unsure = False
         found = []
         for index, entry_id, flat in entries:
             stream = COLLECTED[index - 1]
             found += await self._delivery(stream, entry_id.decode(), fields_of(flat))
+        self._unsure = False
         return found, dict(zip(keys, (entry_id.decode() for entry_id in newest), strict=True))
 
     @property
@@ -181,7 +182,6 @@ class RedisLearnerStreams(LearnerStreams):
 
     async def _delivery(self, stream: Stream, entry_id: str, fields: Fields) -> list[Delivery[Any]]:
         """The entry, or nothing when it is no record: then it comes again, as a dead letter."""
-        self._collected.add((stream, entry_id))
         try:
             return [Delivery(stream, entry_id, decode(stream, fields))]
         except Malformed as error:
@@ -201,7 +201,6 @@ class RedisLearnerStreams(LearnerStreams):
             self._learner_id,
         ]
         await self._link.run("burying an entry", "bury", keys, args)
-        self._collected.discard((stream, entry_id))
 
     async def _recover(self, limit: int) -> list[Delivery[Any]]:
         """Entries that Redis delivered to this term in a reply that never came."""

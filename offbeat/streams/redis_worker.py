@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from offbeat.config.service import RedisSettings
 from offbeat.errors import ServiceUnavailable
 from offbeat.streams.base import Delivery, Stream, WorkerStreams
+from offbeat.streams.holdings import EntryKey, Holdings
 from offbeat.streams.keys import GROUPS, SOURCES, TARGETS, Keys, Role
 from offbeat.streams.link import Argument, Link, NoGroup, Unreachable, fields_of
 from offbeat.streams.records import Fields, Malformed, decode
@@ -19,8 +20,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
 """How often entries that exist but could not be taken (version, fair share, idle time) are looked at again."""
-
-EntryKey = tuple[Stream, str]
 
 
 class RedisWorkerStreams(WorkerStreams):
@@ -43,16 +42,12 @@ class RedisWorkerStreams(WorkerStreams):
         self._link = Link(url, outage_seconds=settings.outage_seconds)
         self.consumer = f"{member_id}.{secrets.token_hex(4)}"
         self._announcement: dict[str, object] = {"member_id": member_id, "address": "", "info": {}}
-        self._held: dict[EntryKey, float] = {}  # when it was taken, monotonic seconds
-        self._alone: EntryKey | None = None  # the entry that must run alone, while it is held
-        self._lost: set[EntryKey] = set()  # reported as lost by `beat` and not taken again since
+        self._holdings = Holdings(settings.max_hold_seconds)
         self._taking = asyncio.Lock()
-        self._unsure = (
-            False  # whether Redis may have delivered something in a reply that never came
-        )
-        self._claims_from: float | None = (
-            None  # monotonic seconds; None until the server's age is known
-        )
+        # Whether Redis may have delivered something in a reply that never came.
+        self._unsure = False
+        # Monotonic seconds; None until the server's age is known.
+        self._claims_from: float | None = None
 
     # --- taking ------------------------------------------------------------------------------------------------
 
@@ -66,8 +61,9 @@ class RedisWorkerStreams(WorkerStreams):
             left_behind = 1
             try:
                 async with self._taking:
-                    if self._alone is None:
+                    if not self._holdings.alone:
                         found, after, left_behind = await self._take_once(limit, held_version)
+                        self._holdings.add(found)
                         if found:
                             return found
             except Unreachable as error:
@@ -96,22 +92,20 @@ class RedisWorkerStreams(WorkerStreams):
         gate = held_version if self._role == "generator" else -1
         args: list[Argument] = [self._group, self.consumer, limit, gate, self._min_idle_ms]
         args += [int(claims), len(self._sources), *self._sources]
-        args += [f"{self._keys.stream(stream)}|{entry_id}" for stream, entry_id in self._held]
+        args += [self._lone_field(key) for key in self._holdings.keys]
         keys = [self._keys.members(self._role), self._keys.lone, self._keys.stream(Stream.DEAD)]
         # Set before and cleared after, so that a lost reply and a cancelled call are both seen by the next one.
         self._unsure = True
         entries, newest, left_behind = await self._link.once("take", keys + self._stream_keys, args)
+        found: list[Delivery] = []
+        for index, entry_id, count, alone, flat in entries:
+            key = self._sources[index - 1], entry_id.decode()
+            found += await self._delivery(key, count, bool(alone), fields_of(flat))
         self._unsure = False
-        found = [
-            await self._delivery(
-                self._sources[index - 1], entry_id.decode(), count, bool(alone), fields_of(flat)
-            )
-            for index, entry_id, count, alone, flat in entries
-        ]
         after = dict(
             zip(self._stream_keys, (entry_id.decode() for entry_id in newest), strict=True)
         )
-        return [delivery for delivery in found if delivery is not None], after, left_behind
+        return found, after, left_behind
 
     @property
     def _min_idle_ms(self) -> int:
@@ -129,18 +123,14 @@ class RedisWorkerStreams(WorkerStreams):
         return now >= self._claims_from
 
     async def _delivery(
-        self, stream: Stream, entry_id: str, count: int, alone: bool, fields: Fields
-    ) -> Delivery | None:
-        """Takes note of a delivered entry; None, and a dead letter, when it is no record."""
-        key = stream, entry_id
-        self._held[key] = time.monotonic()
-        self._alone = key if alone else self._alone
-        self._lost.discard(key)
+        self, key: EntryKey, count: int, alone: bool, fields: Fields
+    ) -> list[Delivery]:
+        """The delivery of an entry; nothing, and a dead letter, when it is no record."""
         try:
-            return Delivery(stream, entry_id, decode(stream, fields), count, alone)
+            return [Delivery(*key, decode(key[0], fields), count, alone)]
         except Malformed as error:
             await self._fail(key, f"malformed record: {error}", final=True)
-            return None
+            return []
 
     async def _recover(self, limit: int) -> list[Delivery]:
         """Entries that Redis delivered to this consumer in a reply that it never got."""
@@ -151,25 +141,18 @@ class RedisWorkerStreams(WorkerStreams):
             )
             for entry_id, count in rows:
                 key = stream, entry_id
-                if key in self._held or key in self._lost:
+                if self._holdings.handled(key):
                     continue
                 if len(found) == limit:
                     return found
                 fields = await self._link.entry(self._keys.stream(stream), entry_id)
                 alone = await self._link.hash_field(self._keys.lone, self._lone_field(key))
                 if fields is not None:
-                    delivery = await self._delivery(
-                        stream, entry_id, count, alone is not None, fields
-                    )
-                    found += [] if delivery is None else [delivery]
+                    found += await self._delivery(key, count, alone is not None, fields)
         self._unsure = False
         if found:
             log.warning("%d entries were delivered in a reply that got lost; taken now", len(found))
         return found
-
-    def _forget(self, key: EntryKey) -> None:
-        self._held.pop(key, None)
-        self._alone = None if self._alone == key else self._alone
 
     def _lone_field(self, key: EntryKey) -> str:
         return f"{self._keys.stream(key[0])}|{key[1]}"
@@ -181,18 +164,15 @@ class RedisWorkerStreams(WorkerStreams):
     ) -> bool:
         """See `WorkerStreams.hand_off`. Also False when only the reply to an earlier try was lost."""
         target = self._keys.stream(TARGETS[self._role])
-        moved = await self._link.run(
-            f"handing off {delivery.stream} {delivery.entry_id}",
-            "hand_off",
-            [self._keys.stream(delivery.stream), target, self._keys.lone],
-            [
-                self._group,
-                delivery.entry_id,
-                result.SerializeToString(),
-                "p" if self._role == "generator" else "s",
-            ],
-        )
-        self._forget(delivery.key)
+        name = "p" if self._role == "generator" else "s"
+        with self._holdings.leaving([delivery.key]):
+            moved = await self._link.run(
+                f"handing off {delivery.stream} {delivery.entry_id}",
+                "hand_off",
+                [self._keys.stream(delivery.stream), target, self._keys.lone],
+                [self._group, delivery.entry_id, result.SerializeToString(), name],
+            )
+            self._holdings.forget([delivery.key])
         return bool(moved)
 
     async def beat(self, deliveries: Iterable[Delivery]) -> set[EntryKey]:
@@ -200,21 +180,17 @@ class RedisWorkerStreams(WorkerStreams):
 
         While Redis is away nothing is known to be lost, so that the work goes on.
         """
-        oldest = time.monotonic() - self._settings.max_hold_seconds
-        keys = [delivery.key for delivery in deliveries]
-        lost = {key for key in keys if self._held.get(key, oldest) <= oldest}
-        beaten = [key for key in keys if key not in lost]
+        asked = [delivery.key for delivery in deliveries]
+        current = set(self._holdings.keys)
+        beaten = [key for key in asked if key in current]
         try:
             rejected = await self._beat(beaten, patience=self._settings.beat_seconds)
         except ServiceUnavailable:
             if self._link.given_up:
                 raise
             rejected = []
-        lost.update(beaten[position - 1] for position in rejected)
-        for key in lost:
-            self._forget(key)
-        self._lost |= lost
-        return lost
+        stale = set(asked) - current
+        return self._holdings.lose(stale, [beaten[position - 1] for position in rejected])
 
     async def _beat(self, keys: Sequence[EntryKey], patience: float | None = None) -> list[int]:
         forget_ms = 2 * self._min_idle_ms
@@ -241,11 +217,11 @@ class RedisWorkerStreams(WorkerStreams):
         """See `WorkerStreams.hand_back`."""
         keys = [delivery.key for delivery in deliveries]
         args = [self._group, self.consumer, *self._pairs(keys)]
-        await self._link.run(
-            "giving entries back", "hand_back", [self._keys.lone, *self._stream_keys], args
-        )
-        for key in keys:
-            self._forget(key)
+        with self._holdings.leaving(keys):
+            await self._link.run(
+                "giving entries back", "hand_back", [self._keys.lone, *self._stream_keys], args
+            )
+            self._holdings.forget(keys)
 
     async def fail(self, delivery: Delivery, reason: str, *, final: bool) -> None:
         """See `WorkerStreams.fail`."""
@@ -253,13 +229,15 @@ class RedisWorkerStreams(WorkerStreams):
 
     async def _fail(self, key: EntryKey, reason: str, *, final: bool) -> None:
         stream, entry_id = key
-        dead = await self._link.run(
-            f"giving up {stream} {entry_id}",
-            "fail",
-            [self._keys.stream(stream), self._keys.stream(Stream.DEAD), self._keys.lone],
-            [self._group, self.consumer, entry_id, stream, reason, int(final)],
-        )
-        self._forget(key)
+        keys = [self._keys.stream(stream), self._keys.stream(Stream.DEAD), self._keys.lone]
+        with self._holdings.leaving([key]):
+            dead = await self._link.run(
+                f"giving up {stream} {entry_id}",
+                "fail",
+                keys,
+                [self._group, self.consumer, entry_id, stream, reason, int(final)],
+            )
+            self._holdings.forget([key])
         after = "dead now" if dead else "tried again alone"
         log.warning("%s %s failed (%s): %s", stream, entry_id, after, reason)
 

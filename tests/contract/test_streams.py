@@ -150,6 +150,19 @@ async def test_the_first_hand_off_wins(run: StreamsRun) -> None:
     assert await run.attempts(Stream.ROLLOUTS) == [(0, 0)]
 
 
+async def test_a_robbed_worker_learns_it_before_it_gets_the_entry_again(run: StreamsRun) -> None:
+    learner, slow, peer = await run.learner(), run.worker(), run.worker()
+    await learner.issue(make_tasks(1))
+    robbed = await slow.take(1)
+    await run.idle()
+    assert await peer.take(1)
+    await run.idle()
+    assert await slow.take(1, wait_seconds=0.0) == []
+    assert await slow.beat(robbed) == {robbed[0].key}
+    [again] = await slow.take(1)
+    assert (again.key, again.deliveries, again.alone) == (robbed[0].key, 3, True)
+
+
 async def test_a_beating_worker_is_not_robbed(run: StreamsRun) -> None:
     learner, worker, peer = await run.learner(), run.worker(), run.worker()
     await learner.issue(make_tasks(1))
