@@ -174,7 +174,11 @@ class LearnerStreams(ABC):
         self, *, limit: int = 64, wait_seconds: float = 1.0
     ) -> list[Delivery[samples.ScoredRollout] | Delivery[samples.DeadLetter]]:
         """Returns new scored groups and dead letters. First of all come those that an earlier term had collected
-        and not settled. They stay pending until `settle`."""
+        and not settled. They stay pending until `settle`.
+
+        Raises `ServiceUnavailable` at once when the server does not answer, or was emptied: entries may be lost, so
+        the caller must compare `in_flight` with what it expects, and issue what is absent.
+        """
 
     @abstractmethod
     async def settle(self, deliveries: Iterable[Delivery], ordinals: Iterable[int]) -> None:
