@@ -1,1 +1,1 @@
-"""Makes the policy that a run starts from, when the recipe has a `prepare` section. `python -m services.learner.prepare`."""
+"""Makes the policy that a run starts from, as the recipe's `prepare` section says. Used by `offbeat prepare`."""

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import logging
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+IGNORED = -100  # label of a token that the loss leaves out
 VERSIONS_OF = ("torch", "transformers", "trl", "tokenizers", "reasoning-gym")
 
 
@@ -46,8 +46,8 @@ class SftSettings(Settings):
     weight_decay: float = Field(0.01, ge=0)
     demonstrator: str | None = Field(
         None,
-        description="module:function or file.py:function, called with (row, random.Random); returns the "
-        "demonstrated answer. Null: the row's answer.",
+        description="module:function or file.py:function, called with (row, random.Random, share of the training that "
+        "is done); returns the demonstrated answer. Null: the row's answer.",
     )
     hidden_size: int = Field(128, gt=0)
     layers: int = Field(2, gt=0)
@@ -100,7 +100,9 @@ def prepare_sft(
     weights as they are stored. Raises `ModelError` when `out` exists, `DataError` for unusable rows.
     """
     if out.exists():
-        raise ModelError(f"{out}: expected no such folder, found one; remove it to prepare it again")
+        raise ModelError(
+            f"{out}: expected no such folder, found one; remove it to prepare it again"
+        )
     _check(train, heldout)
     started = time.monotonic()
     from transformers import set_seed
@@ -159,8 +161,8 @@ def new_policy(settings: SftSettings, tokenizer: PreTrainedTokenizerFast) -> Lla
 
 def demonstrations(settings: SftSettings, train: Sequence[Example]) -> list[tuple[str, str]]:
     """One prompt and answer per place in the training: passes over the rows, each in its own order."""
-    show: Callable[[dict[str, Any], random.Random], str] = (
-        (lambda row, _: row["answer"])
+    show: Callable[[dict[str, Any], random.Random, float], str] = (
+        (lambda row, _, __: str(row["answer"]))
         if settings.demonstrator is None
         else load_callable(settings.demonstrator, key="prepare.params.demonstrator")
     )
@@ -169,7 +171,8 @@ def demonstrations(settings: SftSettings, train: Sequence[Example]) -> list[tupl
     wanted = settings.steps * settings.batch
     while len(shown) < wanted:
         for example in rng.sample(train, min(len(train), wanted - len(shown))):
-            shown.append((example.prompt, show({**example.row, "answer": example.answer}, rng)))
+            answer = show(example.row, rng, len(shown) / wanted)
+            shown.append((example.prompt, answer))
     return shown
 
 
@@ -238,7 +241,10 @@ def _train(
 
     class Evaluate(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step % settings.evaluate_every == 0 and state.global_step < state.max_steps:
+            if (
+                state.global_step % settings.evaluate_every == 0
+                and state.global_step < state.max_steps
+            ):
                 evaluations.append(evaluate(state.global_step))
 
     trainer: SFTTrainer = SFTTrainer(
@@ -253,18 +259,23 @@ def _train(
 
 
 def _dataset(shown: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> Dataset:
-    """Token ids and the mask of the answer, in TRL's columns: one batched call is far quicker than TRL's own pass."""
+    """Token ids, and labels of the answers alone. Two batched calls are far quicker than TRL's passes over the rows."""
     from datasets import Dataset
 
     prompts = tokenizer([prompt for prompt, _ in shown], add_special_tokens=False)["input_ids"]
     answers = tokenizer([answer for _, answer in shown], add_special_tokens=False)["input_ids"]
-    end = [tokenizer.eos_token_id]
+    ended = [[*answer, tokenizer.eos_token_id] for answer in answers]
+    pairs = list(zip(prompts, ended, strict=True))
+    longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    if longest > tokenizer.model_max_length:
+        raise DataError(
+            f"expected demonstrations of at most {tokenizer.model_max_length} tokens (max_context), "
+            f"found one of {longest}; raise prepare.params.max_context, or choose shorter tasks"
+        )
     return Dataset.from_dict(
         {
-            "input_ids": [p + a + end for p, a in zip(prompts, answers, strict=True)],
-            "completion_mask": [
-                [0] * len(p) + [1] * (len(a) + 1) for p, a in zip(prompts, answers, strict=True)
-            ],
+            "input_ids": [prompt + answer for prompt, answer in pairs],
+            "labels": [[IGNORED] * len(prompt) + answer for prompt, answer in pairs],
         }
     )
 
@@ -275,6 +286,7 @@ def _trainer_settings(settings: SftSettings, work: Path) -> SFTConfig:
     return SFTConfig(
         output_dir=str(work),
         max_steps=settings.steps,
+        train_sampling_strategy="sequential",  # the order is the demonstrator's
         per_device_train_batch_size=settings.batch,
         learning_rate=settings.lr,
         lr_scheduler_type="linear",
@@ -284,12 +296,13 @@ def _trainer_settings(settings: SftSettings, work: Path) -> SFTConfig:
         weight_decay=settings.weight_decay,
         max_grad_norm=1.0,
         max_length=settings.max_context,
-        completion_only_loss=True,
+        dataset_kwargs={"skip_prepare_dataset": True},
         seed=settings.seed,
         bf16=False,
         gradient_checkpointing=False,
         save_strategy="no",
         logging_strategy="no",
+        dataloader_pin_memory=False,
         report_to="none",
         disable_tqdm=True,
     )
@@ -304,6 +317,7 @@ def _save(
     """Stores the policy; the model in memory gets the values as stored."""
     import torch
 
+    model.config.use_cache = True  # the trainer turns it off
     if settings.bf16:
         model.to(torch.bfloat16)
     model.save_pretrained(folder)
@@ -327,4 +341,3 @@ def _describe(
     }
     text = json.dumps(described, indent=2) + "\n"
     (folder / "prepare.json").write_text(text, encoding="utf-8")
-    shutil.rmtree(folder / "trainer", ignore_errors=True)

@@ -19,8 +19,8 @@ def character_tokenizer(alphabet: str, *, max_length: int) -> PreTrainedTokenize
     tokenizer = Tokenizer(
         models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN)
     )
-    # `(?s:.)` is any one character, line breaks included.
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?s:.)"), behavior="isolated")
+    # Any one character, line breaks included.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
