@@ -10,7 +10,12 @@ import grpc
 from offbeat.errors import ServiceUnavailable
 from offbeat.rpc import options
 
-RETRIED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED}
+RETRIED = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,  # by a server that stops; our own end raises asyncio's error
+}
 """Statuses after which a call is made again. A deadline that passed is not among them: the total is spent."""
 
 Reply = TypeVar("Reply")

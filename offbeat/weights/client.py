@@ -38,6 +38,7 @@ FENCED_KEY = "offbeat-fenced"
 BROKEN = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,  # by a server that stops; our own end raises asyncio's error
     grpc.StatusCode.INTERNAL,  # a stream that was reset
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }

@@ -107,6 +107,6 @@ async def health(address: str, name: str = "") -> int | None:
             request = health_pb2.HealthCheckRequest(service=name)
             return (await stub.Check(request, timeout=5.0)).status
         except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.UNAVAILABLE:
-                return None
+            if error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}:
+                return None  # CANCELLED: it came as the server began to stop.
             raise
