@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ def import_deepspeed() -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
+    # DeepSpeed's ZeRO-3 calls collectives that torch renamed: one warning per call otherwise.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # A CPU build spends up to a minute on compiling this; gloo does the same work.
     __compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
