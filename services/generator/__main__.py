@@ -20,6 +20,8 @@ def main() -> int:
     """Parses the recipe before anything heavy is imported, so that a mistake in it shows at once."""
     recipe = parse_service_args()
     setup_logs(recipe.telemetry, "generator")
+    # Models are folders; nothing is ever looked up elsewhere.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if recipe.generator.threads is not None:
         # Read when the numerics library is imported, which is later.
         os.environ["OMP_NUM_THREADS"] = str(recipe.generator.threads)

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 TAKE_SECONDS = 1.0
 LOOK_AGAIN_SECONDS = 0.1
 HAND_BACK_SECONDS = 5.0
+SWAP_SECONDS = 900.0
+"""Longest time of a load and its parity check; heartbeats go on meanwhile, though there are no steps."""
 OVERDUE_SECONDS = 300.0
 """A version that was announced so long ago and is not held makes the generator not ready."""
 
@@ -133,7 +135,9 @@ class Worker:
         background = [asyncio.create_task(work) for work in endless]
         for task in background:
             task.add_done_callback(self._note_end)
+        self._count_groups()
         try:
+            await self._announce()
             while not self._stop.is_set():
                 await self._advance()
                 self._raise_failure()
@@ -335,8 +339,15 @@ class Worker:
             self._counters.update_hold_seconds += time.monotonic() - self._held_up_since
             self._held_up_since = None
         self._swapping = True
+        weights = self._stager.claim()
         try:
-            good = await self._updater.apply(self._stager.claim())
+            async with asyncio.timeout(SWAP_SECONDS):
+                good = await self._updater.apply(weights)
+        except TimeoutError as error:
+            raise EngineFailed(
+                f"version {weights.version} was not loaded and checked within {SWAP_SECONDS:g} s: the engine hangs, "
+                "and this process must be started again"
+            ) from error
         finally:
             self._swapping = False
         if not good:
@@ -368,7 +379,7 @@ class Worker:
 
     async def _beat(self) -> None:
         now = time.monotonic()
-        # While a version is loaded there are no steps; the load has deadlines of its own.
+        # While a version is loaded there are no steps; the swap has a deadline of its own.
         busy = any(group.work is not None for group in self._groups.values()) and not self._swapping
         moved = self._watchdog.look(now, progress=self._engine.progress(), busy=busy)
         alive = not self._watchdog.stalled(now)

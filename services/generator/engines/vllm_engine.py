@@ -60,7 +60,8 @@ def prepare_environment(settings: VllmEngine, *, on_cpu: bool, threads: int | No
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR" if on_cpu else "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         # gRPC and fork do not go together.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
@@ -115,7 +116,8 @@ class VllmAsyncEngine(Engine):
     async def stop(self) -> None:
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            await asyncio.to_thread(llm.shutdown, STOP_SECONDS)
+            # Not in a thread: vLLM's own task must not see its process go before it is cancelled.
+            llm.shutdown(STOP_SECONDS)
 
     def progress(self) -> int:
         return self._steps
@@ -130,6 +132,12 @@ class VllmAsyncEngine(Engine):
 
         from services.generator.engines import vllm_plugin
         from services.generator.engines.expected_tensors import ExpectedTensors
+
+        class QuietlyDeleted(AsyncLLM):
+            """`stop` shuts it down; its destructor would fail at the end of the interpreter, with a traceback."""
+
+            def __del__(self) -> None:
+                pass
 
         expected = ExpectedTensors.of_folder(self._model.path)
         os.environ[vllm_plugin.GENERATOR_PID] = str(os.getpid())
@@ -161,7 +169,7 @@ class VllmAsyncEngine(Engine):
         except TypeError as error:
             raise ConfigError(f"generator.engine.extra: {error}") from error
         try:
-            llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._step_counter()])
+            llm = QuietlyDeleted.from_engine_args(arguments, stat_loggers=[self._step_counter()])
         except (OSError, RuntimeError, ValueError) as error:
             raise EngineError(
                 f"vLLM can't start with {self._model.path}: {error} (its own log above says more)"
@@ -177,12 +185,13 @@ class VllmAsyncEngine(Engine):
 
     def _step_counter(self) -> Any:
         """A stat logger that counts steps of the model: the only news of a long completion before its end."""
-        from vllm.v1.metrics.loggers import StatLoggerBase
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         engine = self
 
-        class StepCounter(StatLoggerBase):
-            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        # Of this class, because vLLM adds its own Prometheus metrics, at a cost, unless it is given such a one.
+        class StepCounter(PrometheusStatLogger):
+            def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
                 pass
 
             def record(

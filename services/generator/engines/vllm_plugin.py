@@ -5,6 +5,7 @@ registers the weight-transfer backend `offbeat`. Used by `vllm_engine`.
 """
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -134,5 +135,8 @@ def _die_with_generator() -> None:
     threading.Thread(target=wait_and_die, name="die-with-generator", daemon=True).start()
 
 
+# It warns, at each update, of layers that have no weights of their own; that none is missing is checked
+# before an update begins.
+logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine(BACKEND, StagedWeightTransferEngine)
 _die_with_generator()
