@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from redis import exceptions
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -29,6 +29,9 @@ REPLY_SECONDS = 10.0
 """A server that takes longer over a command counts as gone."""
 BLOCK_SECONDS = 5.0
 """Longest single blocking read; a longer wait is several of them."""
+
+CONNECTIONS = 8
+"""Of one client. Hundreds of groups may end at once; Redis works them off one by one anyway."""
 
 PENDING_LIMIT = 10_000
 """More than one consumer ever holds."""
@@ -47,14 +50,18 @@ class Unreachable(OffbeatError):
 def connect(url: str, *, reply_seconds: float = REPLY_SECONDS) -> Redis:
     """A client that never sends a command twice by itself. It connects when it is first used."""
     try:
-        return Redis.from_url(
+        # A pool that hands out no more connections than it has makes callers queue; the default one raises.
+        pool = BlockingConnectionPool.from_url(
             url,
+            max_connections=CONNECTIONS,
+            timeout=None,
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=reply_seconds,
             socket_keepalive=True,
             protocol=2,
         )
+        return Redis.from_pool(pool)
     except ValueError as error:
         raise StreamError(
             f"redis.url: expected redis://HOST:PORT/DB, found {address(url)}: {error}"
