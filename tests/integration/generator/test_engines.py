@@ -20,7 +20,8 @@ from offbeat.errors import EngineError, WeightsError
 from services.generator.engines import Engine, GenerationRequest, PromptTooLong, create_engine
 from tests.harness.tiny_models import make_tiny_model, perturb, reference_logprobs, stage
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# Two vLLM processes are started; on a busy machine that takes a while.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 SLOTS = 8
 CONTEXT = 256
