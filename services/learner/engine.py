@@ -143,16 +143,20 @@ class Engine:
         return max(steps, default=0)
 
     def restore_adam(self, step: int) -> None:
-        """Gives Adam moments of zero and a count, so that `set_master` has where to write."""
-        for group in self.adam.param_groups:
-            for part in group["params"]:
+        """Gives Adam moments of zero and a count, so that `set_master` has where to write; 0: no state at all."""
+        wrapper = self._engine.optimizer
+        self.adam.state.clear()
+        # ZeRO-3 hands Adam one part of its shard at a time, so Adam alone does not know all of them.
+        parts = getattr(wrapper, "fp32_partitioned_groups_flat", None)
+        for part in parts or [p for group in self.adam.param_groups for p in group["params"]]:
+            if step:
                 self.adam.state[part] = {"step": torch.tensor(float(step))} | {
                     moment: torch.zeros_like(part) for moment in MOMENTS
                 }
-        link = getattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-        if link is not None:
-            self._engine.optimizer._hp_optimizer_states_linked = False
-            link()
+        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+            wrapper._hp_optimizer_states_linked = False
+            if step:
+                wrapper._lazy_init_hp_params_optimizer_state()
 
     def close(self) -> None:
         """Drops hooks and buffers."""

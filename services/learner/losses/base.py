@@ -20,6 +20,10 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 
 
+# What the sum of an update's terms is divided by.
+Normaliser = Literal["group", "sample", "token"]
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """A micro-batch, units one after the other; the rows of a unit stand together, in its order.
@@ -62,7 +66,7 @@ class Loss(Protocol):
 
     needs_reference: bool
     needs_old: bool
-    normalise_by: Literal["group", "sample", "token"]
+    normalise_by: Normaliser
     metric_names: tuple[str, ...]
 
     def units(self, rewards_K: np.ndarray) -> Sequence[tuple[int, ...]]:

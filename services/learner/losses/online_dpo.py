@@ -9,13 +9,11 @@ order best, worst, best, worst, ...
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from services.learner.losses.base import LossInputs, LossOutput, sequence_sums
+from services.learner.losses.base import LossInputs, LossOutput, Normaliser, sequence_sums
 
 
 def best_and_worst(rewards_K: np.ndarray) -> tuple[int, int] | None:
@@ -39,8 +37,8 @@ class OnlineDPOLoss:
 
     needs_reference = True
     needs_old = False
-    normalise_by: Literal["group"] = "group"
-    metric_names = ("dpo_margin", "dpo_accuracy")
+    normalise_by: Normaliser = "group"
+    metric_names: tuple[str, ...] = ("dpo_margin", "dpo_accuracy")
 
     def __init__(self, beta: float) -> None:
         self.beta = beta

@@ -9,8 +9,6 @@ group, T completion positions.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from torch import Tensor
 from services.learner.losses.base import (
     LossInputs,
     LossOutput,
+    Normaliser,
     sequence_log_ratio,
     sequence_sums,
 )
@@ -54,7 +53,7 @@ class RLOOLoss:
     """Mean over samples of -A r, with R_k = score_k - kl_coef sum_t (log pi_old - log pi_ref)."""
 
     needs_old = True
-    normalise_by: Literal["sample"] = "sample"
+    normalise_by: Normaliser = "sample"
     metric_names: tuple[str, ...] = ()
 
     def __init__(self, kl_coef: float) -> None:
@@ -85,7 +84,7 @@ class RLOOLoss:
 class ProximalRLOOLoss(RLOOLoss):
     """RLOO with PPO's clipping on the sequence ratio to the policy at the step's start."""
 
-    metric_names = ("clip_fraction",)
+    metric_names: tuple[str, ...] = ("clip_fraction",)
 
     def __init__(self, kl_coef: float, clip: float) -> None:
         super().__init__(kl_coef)
