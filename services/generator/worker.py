@@ -364,7 +364,12 @@ class Worker:
                 self._start(group)
 
     async def _announce(self) -> None:
-        info = {"engine": self._identity.engine, "version": str(self._updater.version)}
+        info = {
+            "engine": self._identity.engine,
+            "version": str(self._updater.version),
+            "waiting_seconds": f"{self._counters.waiting_seconds:.3f}",
+            "uptime_seconds": f"{self._counters.uptime_seconds:.3f}",
+        }
         try:
             await self._streams.announce(self._identity.address, info)
         except ServiceUnavailable as error:

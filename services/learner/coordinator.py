@@ -162,7 +162,9 @@ class Coordinator:
         for ordinal, place in popped:
             self._issued_at.pop(ordinal, None)
             self._unsettled_bytes += place.group.ByteSize() if place.group is not None else 0
-            self._unsettled.append((step, ordinal, place.delivery and without_payload(place.delivery)))
+            self._unsettled.append(
+                (step, ordinal, place.delivery and without_payload(place.delivery))
+            )
         return popped
 
     async def evaluated(self, wait_seconds: float) -> bool:
@@ -363,19 +365,25 @@ def malformed(record: samples.ScoredRollout) -> str | None:
     return None
 
 
+def waiting_times(members: Iterable[Member], role: str) -> dict[str, tuple[float, float]]:
+    """Seconds without work and seconds since the start, by member, for the workers of a role that tell."""
+    return {
+        member.member_id: (
+            float(member.info["waiting_seconds"]),
+            float(member.info["uptime_seconds"]),
+        )
+        for member in members
+        if member.role == role and "uptime_seconds" in member.info
+    }
+
+
 def waiting_fraction(
     members: Iterable[Member], role: str, earlier: Mapping[str, tuple[float, float]]
 ) -> float | None:
-    """Mean share of the time since `earlier` (member -> waiting, uptime) that a role's workers waited.
-
-    None when none of them tells.
-    """
+    """Mean share of the time since `earlier` that a role's workers waited; None when none of them tells."""
     shares = []
-    for member in members:
-        if member.role != role or "uptime_seconds" not in member.info:
-            continue
-        waited, uptime = float(member.info["waiting_seconds"]), float(member.info["uptime_seconds"])
-        waited_before, uptime_before = earlier.get(member.member_id, (0.0, 0.0))
+    for member_id, (waited, uptime) in waiting_times(members, role).items():
+        waited_before, uptime_before = earlier.get(member_id, (0.0, 0.0))
         if uptime > uptime_before:
             shares.append((waited - waited_before) / (uptime - uptime_before))
     return sum(shares) / len(shares) if shares else None

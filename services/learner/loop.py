@@ -23,7 +23,7 @@ from services.learner.batching import Group
 from services.learner.best import BestVersion
 from services.learner.checkpoints import Checkpoints, Meta
 from services.learner.cohorts import Place
-from services.learner.coordinator import Coordinator, Publication, waiting_fraction
+from services.learner.coordinator import Coordinator, Publication, waiting_fraction, waiting_times
 from services.learner.evaluation import GREEDY, SAMPLED, Evaluation
 from services.learner.export import write_card
 from services.learner.groups import lag_metrics, permuted, to_group
@@ -96,7 +96,7 @@ class Loop:
 
     def run(self) -> bool:
         """Trains to the end; False when it was stopped before."""
-        self._board.update(step=self._meta.step, update=self._meta.update, **self._meta.counts)
+        self._board.update(step=self._meta.step, update=self._meta.update, counts=self._meta.counts)
         self._publish()
         self._clock = Clock()
         total = self._recipe.schedule.steps
@@ -271,7 +271,11 @@ class Loop:
             "version": float(max(self.coordinator.cohorts.lineage.versions, default=0)),
             "outstanding": float(self.coordinator.cohorts.outstanding),
         }
-        waiting = waiting_fraction(self.coordinator.members, "generator", self._generator_before)
+        members = self.coordinator.members
+        if not self._generator_before:
+            # The first step is the start of the count: loading an engine is no waiting.
+            self._generator_before = waiting_times(members, "generator")
+        waiting = waiting_fraction(members, "generator", self._generator_before)
         if waiting is not None:
             metrics["wait/generator"] = waiting
         self._writer.write(self._meta.step, metrics)
@@ -281,7 +285,7 @@ class Loop:
             version=int(metrics["version"]),
             outstanding=int(metrics["outstanding"]),
             metrics=metrics,
-            **self._meta.counts,
+            counts=self._meta.counts,
         )
 
     def on_evaluation(self, evaluation: Evaluation, metrics: dict[str, float]) -> None:
@@ -350,8 +354,8 @@ class Loop:
     def _finish(self) -> None:
         """The last evaluation, the last checkpoint, the exported model."""
         assert self._publishing is not None
-        self._publishing.result()
-        self._board.update(state=learner.LEARNER_STATE_EVALUATING)
+        version = self._publishing.result()
+        self._board.update(state=learner.LEARNER_STATE_EVALUATING, version=version)
         if self._recipe.evaluation is not None:
             self._await_evaluation(self._recipe.evaluation.timeout_seconds)
         if self._saved_step != self._meta.step:

@@ -61,10 +61,16 @@ class Board:
             copy.CopyFrom(self._progress)
             return copy
 
-    def update(self, *, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
-        """Sets fields and merges metrics, then wakes the watchers. Thread-safe."""
+    def update(
+        self,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        counts: Mapping[str, int] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Sets fields (`counts`: trained, filtered, dead), merges metrics, and wakes the watchers. Thread-safe."""
         with self._lock:
-            for name, value in fields.items():
+            for name, value in {**fields, **(counts or {})}.items():
                 setattr(self._progress, name, value)
             for name, value in (metrics or {}).items():
                 self._progress.metrics[name] = value

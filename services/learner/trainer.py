@@ -44,6 +44,7 @@ from services.learner.losses import LossInputs, LossOutput, build_loss
 from services.learner.model import check_model, load_policy, write_model
 from services.learner.schedule import learning_rate
 from services.learner.snapshot import Snapshot
+from services.learner.step import StepState, flattened
 
 
 class Trainer:
@@ -90,7 +91,7 @@ class Trainer:
             groups = broadcast_groups(groups)
             check_groups(groups, self._recipe.model.max_context)  # every rank finds the same
             batch = StepBatch(groups, self._loss.units)
-        step = _Step(batch, clock, self._loss.metric_names)
+        step = StepState(batch, clock, self._loss.metric_names)
         with clock("reference"):
             step.reference = self._reference_logprobs(batch)
         with clock("old"):
@@ -120,13 +121,26 @@ class Trainer:
 
     def parity_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each sequence: log pi at temperature 1 of tokens 1 .. n-1, forward pass in the model's dtype."""
-        results = []
-        for sequence in broadcast_sequences(sequences):
-            tokens = torch.tensor([sequence], device=self._device)
-            lengths = torch.tensor([[1], [len(sequence) - 1]], device=self._device)
+        found = broadcast_sequences(sequences)
+        lengths = np.array([len(sequence) for sequence in found], np.int64)
+        results: list[list[float]] = [[] for _ in found]
+        capacity = self._settings.batching.micro_batch_tokens
+        scored = [(row,) for row, length in enumerate(lengths) if length > 1]
+        if not scored:
+            return results
+        # Every rank scores all of them: they are few, and so no rank needs to be told.
+        for micro_batch in shares(scored, lengths, world=1, max_tokens=capacity, bucket=True)[0]:
+            rows = rows_in(micro_batch)
+            tokens = torch.zeros(len(rows), int(lengths[rows].max()), dtype=torch.int64)
+            for line, row in enumerate(rows):
+                tokens[line, : lengths[row]] = torch.tensor(found[row])
+            prompts = torch.ones(len(rows), dtype=torch.int64, device=self._device)
+            completions = torch.from_numpy(lengths[rows] - 1).to(self._device)
             with torch.no_grad():
-                logprobs, _ = self._engine.scorer(tokens, lengths[0], lengths[1], 1, 1.0)
-            results.append(logprobs[0].tolist())
+                arguments = (tokens.to(self._device), prompts, completions, 1, 1.0)
+                logprobs, _ = self._engine.scorer(*arguments)
+            for row, values in zip(rows, logprobs.tolist(), strict=True):
+                results[row] = values[: lengths[row] - 1]
         return results
 
     def save(self, folder: Path) -> None:
@@ -186,7 +200,7 @@ class Trainer:
         given = batch.flat_references()
         return self._score(self._reference, batch, batch.used_rows()) if given is None else given
 
-    def _fix_old_logprobs(self, step: _Step) -> None:
+    def _fix_old_logprobs(self, step: StepState) -> None:
         """pi_old for the whole step; with a single update it is the policy of that update itself."""
         batch = step.batch
         if self._settings.old_logprobs == "behaviour":
@@ -203,12 +217,12 @@ class Trainer:
         for micro_batch in self._share(batch, [(row,) for row in rows]):
             chosen = rows_in(micro_batch)
             logprobs, _ = scorer(*self._arguments(batch, chosen))
-            flat += _flat(logprobs, batch, chosen)
+            flat += flattened(logprobs, batch, chosen)
         return sum_over_ranks(flat)
 
     # ---- updates
 
-    def _update(self, step: _Step, part: range) -> None:
+    def _update(self, step: StepState, part: range) -> None:
         """One optimizer update on a mini-batch. Without groups there is none, but the schedule moves on."""
         rate = self._learning_rate()
         if len(part):
@@ -226,7 +240,7 @@ class Trainer:
         self._updates += 1
         step.learning_rate = rate
 
-    def _accumulate(self, step: _Step, share: Share, scale: float) -> None:
+    def _accumulate(self, step: StepState, share: Share, scale: float) -> None:
         """Gradient of a mini-batch whose units fit into micro-batches."""
         for number, micro_batch in enumerate(share):
             logprobs_B_T = self._forward(step, micro_batch)
@@ -237,7 +251,7 @@ class Trainer:
                 self._count(step, output, scale)
             self._engine.backward(loss, last=number == len(share) - 1)
 
-    def _accumulate_apart(self, step: _Step, units: Sequence[Unit], scale: float) -> None:
+    def _accumulate_apart(self, step: StepState, units: Sequence[Unit], scale: float) -> None:
         """The same for units larger than a micro-batch, at the price of one more forward pass.
 
         By the chain rule: first the log-probs of all rows and the loss's gradient by them, then the
@@ -251,7 +265,7 @@ class Trainer:
         assert logprobs_B_T.grad is not None
         if self._rank == 0:
             self._count(step, output, scale)
-        weights = _flat(logprobs_B_T.grad, batch, rows)
+        weights = flattened(logprobs_B_T.grad, batch, rows)
         share = self._share(batch, [(row,) for row in rows])
         for number, micro_batch in enumerate(share):
             scores_B_T = self._forward(step, micro_batch)
@@ -261,7 +275,7 @@ class Trainer:
                 loss = (scores_B_T * weights_B_T).sum()
             self._engine.backward(loss, last=number == len(share) - 1)
 
-    def _forward(self, step: _Step, micro_batch: MicroBatch) -> Tensor:
+    def _forward(self, step: StepState, micro_batch: MicroBatch) -> Tensor:
         """Log-probs (B, T) with gradient; notes entropy and, in the first update, the start's log-probs."""
         rows = rows_in(micro_batch)
         batch = step.batch
@@ -272,10 +286,10 @@ class Trainer:
         total = torch.where(mask_B_T, entropies_B_T, 0.0).sum()
         step.means.add("entropy", float(total), int(mask_B_T.sum()))
         if not step.grad_norms and not step.start_everywhere:
-            step.note_start(_flat(logprobs_B_T, batch, rows), rows)
+            step.note_start(flattened(logprobs_B_T, batch, rows), rows)
         return logprobs_B_T
 
-    def _inputs(self, step: _Step, units: MicroBatch, logprobs_B_T: Tensor) -> LossInputs:
+    def _inputs(self, step: StepState, units: MicroBatch, logprobs_B_T: Tensor) -> LossInputs:
         rows, batch = rows_in(units), step.batch
 
         def padded(flat: np.ndarray) -> Tensor:
@@ -292,7 +306,7 @@ class Trainer:
             unit_sizes=tuple(len(unit) for unit in units),
         )
 
-    def _count(self, step: _Step, output: LossOutput, scale: float) -> None:
+    def _count(self, step: StepState, output: LossOutput, scale: float) -> None:
         step.means.add("loss", float(output.terms.detach().sum()) * scale, 0)
         for name, values in output.metrics.items():
             step.means.add(name, float(values.float().sum()), values.numel())
@@ -337,7 +351,7 @@ class Trainer:
         device = self._device
         return tokens.to(device), prompts.to(device), completions.to(device), first, temperature
 
-    def _metrics(self, step: _Step) -> dict[str, float]:
+    def _metrics(self, step: StepState) -> dict[str, float]:
         with step.clock("metrics"):
             if not step.start_everywhere:
                 step.start, step.seen = sum_over_ranks(step.start), sum_over_ranks(step.seen)
@@ -360,44 +374,6 @@ class Trainer:
             "device": self._device.type,
             "seed": self._recipe.run.seed,
         }
-
-
-class _Step:
-    """What a step carries through its updates. Flat arrays are as in `batching`."""
-
-    def __init__(
-        self, batch: StepBatch, clock: metrics.Clock, loss_metrics: tuple[str, ...]
-    ) -> None:
-        self.batch = batch
-        self.clock = clock
-        self.means = metrics.Means(("loss", "entropy", *loss_metrics))
-        self.reference: np.ndarray | None = None
-        # None: the policy of the update itself.
-        self.old: np.ndarray | None = None
-        # The policy before the first update: its log-probs, and 1.0 for each row that they are known of.
-        self.start = np.zeros(len(batch.behaviour), np.float32)
-        self.seen = np.zeros(len(batch.samples), np.float32)
-        self.start_everywhere = False
-        self.grad_norms: list[float] = []
-        self.learning_rate = 0.0
-
-    def note_start(
-        self, logprobs: np.ndarray, rows: Sequence[int], *, everywhere: bool = False
-    ) -> None:
-        """Keeps log-probs of the policy before the first update; `everywhere`: all ranks have all."""
-        self.start = self.start + logprobs
-        self.seen[list(rows)] = 1.0
-        self.start_everywhere = everywhere
-
-
-def _flat(values_B_T: Tensor, batch: StepBatch, rows: Sequence[int]) -> np.ndarray:
-    """Per-token values of the rows in a flat array, 0 elsewhere."""
-    flat = np.zeros(len(batch.behaviour), np.float32)
-    if rows:
-        values = values_B_T.detach().cpu().numpy()
-        inside = np.arange(values.shape[1]) < batch.lengths[list(rows)][:, None]
-        flat[batch.flat_index(rows)] = values[inside]
-    return flat
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
