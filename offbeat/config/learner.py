@@ -88,7 +88,8 @@ class LearnerSettings(Settings):
     )
     old_logprobs: Literal["recompute", "behaviour"] | None = Field(
         None,
-        description="Where pi_old comes from when N * T > 1; null: recompute. Losses with a ratio only.",
+        description="pi_old: recomputed by the learner at the step's start, or the generator's log-probs; "
+        "null: recompute. Losses with a ratio only.",
     )
     allow_biased_ratio: bool = Field(
         False, description="Accept top_p, top_k, min_p with a loss that has a probability ratio."

@@ -73,6 +73,14 @@ def test_weights_do_not_depend_on_micro_batches(policy: Path, loss: dict[str, An
         assert distance(whole, other) < 1e-5
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradient_checkpointing_changes_nothing(policy: Path, stage: int) -> None:
+    settings = {"zero_stage": stage, "batching": {"micro_batch_tokens": 300}}
+    expected = train(policy, DPO, range(2), **settings)
+    found = train(policy, DPO, range(2), gradient_checkpointing=True, **settings)
+    assert distance(found, expected) < 1e-5
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weights_do_not_depend_on_the_zero_stage(policy: Path, stage: int) -> None:
     settings = {"batching": {"mini_batches": 2, "micro_batch_tokens": 300}}
@@ -228,7 +236,7 @@ def test_an_export_loads_in_transformers_with_equal_logprobs(tmp_path: Path, tie
     policy = make_policy(tmp_path / "policy", tied=tied)
     trainer = Trainer(make_recipe(policy, loss=DPO))
     trainer.train_step(recorded_groups(0))
-    sequences = [[5, 6, 7, 8], [9, 3]]
+    sequences = [[9, 3], [4], [5, 6, 7, 8], [5] * 40]
     snapshot = trainer.snapshot(sequences)
     trainer.export(tmp_path / "export")
     trainer.close()
