@@ -153,7 +153,7 @@ async def test_groups_of_a_killed_generator_are_made_again_just_alike(run_with_m
 async def test_two_generators_share_the_work(run_with_model: Run) -> None:
     run = run_with_model
     await run.publish(0)
-    services = [run.generator({**SLOW, "token_seconds": 0.002}) for _ in range(2)]
+    services = [run.generator({**SLOW, "token_seconds": 0.02}) for _ in range(2)]
     for service in services:
         await service.ready()
     await run.learner.issue([run.task(ordinal) for ordinal in range(60)])
