@@ -55,3 +55,10 @@ def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         process.kill()
     listed = "\n".join(f"  {pid}: {command[:200]}" for pid, command in left.items())
     pytest.fail(f"{request.node.nodeid} left processes running (now killed):\n{listed}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `pytest -n 2 --dist loadgroup`: a file stays together, and whole runs go one after the other."""
+    for item in items:
+        group = "e2e" if "e2e" in item.path.parts else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -4,7 +4,7 @@ The trainer uses it. Every parameter's float32 master copy and Adam moments are 
 rank 0, which writes them as safetensors in files of at most about SHARD_BYTES, and the counters as
 JSON. So the files do not depend on how the run was spread, and resuming with other ranks is the same
 code. The price: rank 0 writes all 12 bytes per parameter alone, and holds one file's worth of them in
-memory (`capture` holds all). A rank reads what it needs from storage that all ranks see.
+memory. A rank reads what it needs from storage that all ranks see.
 """
 
 from __future__ import annotations

@@ -37,6 +37,10 @@ VERSIONS_OF = ("torch", "transformers", "trl", "tokenizers", "reasoning-gym")
 class SftSettings(Settings):
     """Sizes of the policy and its supervised training."""
 
+    init: str | None = Field(
+        None,
+        description="Model folder to go on from, an absolute path; null: random weights, new tokenizer.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the weights, the order and the demonstrations.")
     steps: int = Field(600, gt=0, description="Optimizer updates; the learning rate decays to 0.")
     batch: int = Field(128, gt=0, description="Demonstrations per update.")
@@ -107,12 +111,16 @@ def prepare_sft(
     started = time.monotonic()
     from transformers import set_seed
 
+    from services.learner.model import load_policy, load_tokenizer
     from services.learner.prepare.tokenizer import alphabet_of, character_tokenizer
 
     set_seed(settings.seed)
-    texts = (text for e in (*train, *heldout) for text in (e.prompt, e.answer))
-    tokenizer = character_tokenizer(alphabet_of(texts), max_length=settings.max_context)
-    model = new_policy(settings, tokenizer)
+    if settings.init is not None:
+        tokenizer, model = load_tokenizer(settings.init), load_policy(settings.init)
+    else:
+        texts = (text for e in (*train, *heldout) for text in (e.prompt, e.answer))
+        tokenizer = character_tokenizer(alphabet_of(texts), max_length=settings.max_context)
+        model = new_policy(settings, tokenizer)
     heldout = heldout[: settings.evaluation_prompts]
 
     def evaluate(step: int) -> Evaluation:
