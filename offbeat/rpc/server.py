@@ -1,6 +1,7 @@
 """The gRPC server of a service: bind, health, reflection, graceful stop."""
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -103,8 +104,10 @@ def _why(bind: str) -> str:
     try:
         with socket.create_server((host.strip("[]"), int(port))):
             return "reason unknown"
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+    except ValueError as error:
+        return str(error)
 
 
 def terminated() -> asyncio.Event:

@@ -99,7 +99,19 @@ class Checkpoints:
         return partial
 
     def commit(self, partial: Path, meta: Meta) -> Checkpoint:
-        """Makes a folder from `begin` a checkpoint: hashes, fsync, rename, COMMITTED. Prunes old ones afterwards."""
+        """Makes a folder from `begin` a checkpoint: hashes, fsync, rename, COMMITTED. Prunes old ones afterwards.
+
+        Raises `CheckpointError` when it can't be written; earlier checkpoints are untouched then.
+        """
+        try:
+            return self._commit(partial, meta)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {meta.step} can't be written to {self.folder}: {error}; "
+                "free space, then resume the run: earlier checkpoints are untouched"
+            ) from error
+
+    def _commit(self, partial: Path, meta: Meta) -> Checkpoint:
         (partial / META).write_text(meta.dump(), encoding="utf-8")
         files = sorted(file for file in partial.rglob("*") if file.is_file())
         hashes = {str(file.relative_to(partial)): _hash(file) for file in files}
