@@ -60,5 +60,7 @@ def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `pytest -n 2 --dist loadgroup`: a file stays together, and whole runs go one after the other."""
     for item in items:
-        group = "e2e" if "e2e" in item.path.parts else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        whole_run = "e2e" in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("e2e" if whole_run else str(item.path)))
+        if whole_run and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))

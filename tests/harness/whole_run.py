@@ -20,7 +20,7 @@ import yaml
 
 from offbeat.audit import Audit, audit_run
 
-WAIT_SECONDS = 180.0
+WAIT_SECONDS = 400.0
 """Longest wait for anything; generous, since a busy machine is no failure."""
 
 REWARD = '''
