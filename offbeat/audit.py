@@ -4,12 +4,12 @@ Used by ``offbeat audit`` and by tests. Redis is not asked: it is a queue that c
 checkpoint says which weights survived and which term trained which of their steps; only those steps count.
 """
 
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offbeat.checkpoints import Checkpoints, Meta
 from offbeat.errors import CheckpointError
 from offbeat.ledger import read_ledger
 
@@ -47,28 +47,24 @@ def audit_run(run_folder: Path, *, prompts_per_step: int, max_lag: int) -> Audit
     """Audits a run's folder. Raises `CheckpointError` when it has no committed checkpoint to count from."""
     meta = _newest_meta(run_folder)
     events = read_ledger(run_folder)
-    audit = Audit(run_id=run_folder.name, steps=meta["step"], terms=len(events))
+    audit = Audit(run_id=run_folder.name, steps=meta.step, terms=len(events))
     _check_versions(audit, events)
     _check_steps(audit, events, meta, prompts_per_step=prompts_per_step, max_lag=max_lag)
     counted = {name: getattr(audit, name) for name in ("trained", "filtered", "dead")}
-    said = {name: meta["counts"].get(name, 0) for name in counted}
+    said = {name: meta.counts.get(name, 0) for name in counted}
     if counted != said:
         audit.problems.append(f"the checkpoint counts {said}, the ledger {counted}")
     return audit
 
 
-def _newest_meta(run_folder: Path) -> dict[str, Any]:
-    committed = sorted(
-        path.parent
-        for path in (run_folder / "checkpoints").glob("*/COMMITTED")
-        if not path.parent.name.startswith(".")
-    )
+def _newest_meta(run_folder: Path) -> Meta:
+    committed = Checkpoints(run_folder, keep=1).committed()
     if not committed:
         raise CheckpointError(
             f"{run_folder}: expected a committed checkpoint in checkpoints/, found none: an audit counts from the "
             "checkpoint; run it once the first one is there"
         )
-    return dict(json.loads((committed[-1] / "meta.json").read_text()))
+    return committed[-1].meta()
 
 
 def _check_versions(audit: Audit, events: dict[int, list[dict[str, Any]]]) -> None:
@@ -90,7 +86,7 @@ def _check_versions(audit: Audit, events: dict[int, list[dict[str, Any]]]) -> No
 def _check_steps(
     audit: Audit,
     events: dict[int, list[dict[str, Any]]],
-    meta: dict[str, Any],
+    meta: Meta,
     *,
     prompts_per_step: int,
     max_lag: int,
@@ -103,12 +99,12 @@ def _check_steps(
     }
     owners = _owners(meta)
     audit.retrained_steps = sum(
-        step < meta["step"] and owners.get(step) != term for term, step in steps
+        step < meta.step and owners.get(step) != term for term, step in steps
     )
-    lineage = {int(version) for version in meta["lineage"]}
+    lineage = set(meta.lineage)
     lags: Counter[int] = Counter()
     seen: Counter[int] = Counter()
-    for step in range(meta["step"]):
+    for step in range(meta.step):
         event = steps.get((owners[step], step))
         if event is None:
             audit.problems.append(
@@ -143,9 +139,9 @@ def _check_steps(
         audit.problems.append(f"lags outside 0 .. {max_lag}: {outside} (lag: groups)")
 
 
-def _owners(meta: dict[str, Any]) -> dict[int, int]:
+def _owners(meta: Meta) -> dict[int, int]:
     """Step -> the term whose training of it is in the weights."""
     owners: dict[int, int] = {}
-    for term, first in meta["history"]:
-        owners.update((step, term) for step in range(first, meta["step"]))
+    for term, first in meta.history:
+        owners.update((step, term) for step in range(first, meta.step))
     return owners

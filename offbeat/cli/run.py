@@ -27,17 +27,26 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an earlier run, from its last checkpoint.")
     ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --resume: go on from this checkpoint (its name or step); newer ones are put aside.",
+        ),
+    ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Train a recipe on this machine: starts every process, shows progress, ends when all is done."""
     from offbeat.local.folder import RunFolder, find_run
 
+    if checkpoint is not None and not resume:
+        raise typer.BadParameter("--checkpoint goes with --resume")
     if resume:
         path = find_run(recipe, runs)
         if dry_run:
             _dry_run(path / "recipe.yaml", overrides)
             return
-        folder, settings = RunFolder.resume(path, overrides)
+        folder, settings = RunFolder.resume(path, overrides, checkpoint=checkpoint)
     else:
         if recipe is None:
             raise typer.BadParameter("give a recipe, or --resume to go on with an earlier run")

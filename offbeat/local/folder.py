@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from offbeat.checkpoints import Checkpoints
 from offbeat.config import Recipe, load_recipe
 from offbeat.config.load import dump_recipe
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, OffbeatError
+from offbeat.resume import check_settings
 
 RECIPE_FILE = "recipe.yaml"
 LOCK_FILE = "lock"
@@ -51,10 +53,14 @@ class RunFolder:
         return folder, recipe
 
     @classmethod
-    def resume(cls, path: Path, overrides: list[str]) -> tuple["RunFolder", Recipe]:
+    def resume(
+        cls, path: Path, overrides: list[str], *, checkpoint: str | None = None
+    ) -> tuple["RunFolder", Recipe]:
         """Takes the folder of an earlier run, with its recipe changed by `overrides`.
 
-        Raises `ConfigError` when it is no run's folder or another process runs it.
+        `checkpoint` names the one to go on from, or its step; None: the newest. Raises `ConfigError` when it is no
+        run's folder, another process runs it, or a setting changed that may not; `CheckpointError` when the checkpoint
+        is not there. Then nothing is changed.
         """
         path = path.resolve()
         lock = _lock(path)
@@ -64,7 +70,14 @@ class RunFolder:
                 # The folder was moved; its settings follow.
                 place = [f"run.directory={path.parent}", f"run.id={path.name}"]
                 recipe = load_recipe(path / RECIPE_FILE, [*overrides, *place])
-        except ConfigError:
+            checkpoints = Checkpoints(path, keep=recipe.learner.checkpoints.keep)
+            committed = checkpoints.committed()
+            if checkpoint is not None:
+                check_settings(checkpoints.find(checkpoint), recipe)
+                checkpoints.go_back_to(checkpoint)
+            elif committed:
+                check_settings(committed[-1], recipe)
+        except OffbeatError:
             os.close(lock)
             raise
         folder = cls(path, lock)

@@ -9,9 +9,11 @@ from types import FrameType
 
 from blake3 import blake3
 
+from offbeat.checkpoints import Checkpoint, Checkpoints, Meta
 from offbeat.config import Recipe
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.ledger import Ledger
+from offbeat.resume import check_settings, fixed_settings
 from offbeat.rpc import RpcServer
 from offbeat.rpc.entry import run_folder, write_address
 from offbeat.streams.redis import RedisLearnerStreams
@@ -20,7 +22,6 @@ from offbeat.v1 import learner_pb2 as learner
 from offbeat.v1 import learner_pb2_grpc as learner_grpc
 from offbeat.weights.client import CheckpointClient
 from services.learner.background import Background
-from services.learner.checkpoints import Checkpoint, Checkpoints, Meta
 from services.learner.cohorts import Cohorts
 from services.learner.coordinator import Coordinator
 from services.learner.data.prompts import PromptMaker, usable
@@ -30,7 +31,6 @@ from services.learner.loop import Loop
 from services.learner.model import check_model, load_tokenizer
 from services.learner.progress import Board, Controls, MetricsWriter
 from services.learner.ranks import Ranks, follow
-from services.learner.resume import check_settings, fixed_settings
 from services.learner.service import SERVICE_NAME, LearnerServicer
 from services.learner.tasks import TaskMaker
 from services.learner.trainer import Trainer

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from offbeat.checkpoints import Checkpoint, Checkpoints
 from offbeat.config import Recipe, load_recipe
 from offbeat.errors import CheckpointError, OffbeatError
 from offbeat.telemetry import setup_logs
 from services.learner import state
-from services.learner.checkpoints import Checkpoint, Checkpoints
 from services.learner.model import load_policy, write_model
 
 log = logging.getLogger("services.learner.export")

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from offbeat.checkpoints import Checkpoints, Meta
 from offbeat.config import Recipe
 from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
@@ -21,7 +22,6 @@ from offbeat.weights.manifest import describe
 from services.learner.background import Background
 from services.learner.batching import Group
 from services.learner.best import BestVersion
-from services.learner.checkpoints import Checkpoints, Meta
 from services.learner.cohorts import Place
 from services.learner.coordinator import Coordinator, Publication, waiting_fraction, waiting_times
 from services.learner.evaluation import GREEDY, SAMPLED, Evaluation

@@ -7,7 +7,7 @@ from offbeat.cli.serve import Service
 from offbeat.local.commands import SERVICES
 
 COMMANDS = {
-    "run": ["RECIPE", "--set", "--dry-run", "--resume", "--runs"],
+    "run": ["RECIPE", "--set", "--dry-run", "--resume", "--checkpoint", "--runs"],
     "serve": ["SERVICE", "--recipe", "--set"],
     "prepare": ["RECIPE", "--set"],
     "status": ["RUN", "--json", "--watch", "--runs"],

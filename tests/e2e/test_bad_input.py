@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.checkpoints import Checkpoints, Meta
 from offbeat.errors import CheckpointError
 from offbeat.local.redis_server import RedisServer
-from services.learner.checkpoints import Checkpoints, Meta
 from tests.harness.whole_run import start, write_recipe
 
 

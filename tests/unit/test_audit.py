@@ -35,6 +35,8 @@ def write_run(folder, change=lambda events: events, *, counts=None):
     final.mkdir(parents=True)
     meta = {
         "step": 4,
+        "update": 4,
+        "term": 2,
         "history": [[1, 0], [2, 2]],
         "lineage": {"1": [0, 0], "2": [1, 1], "3": [2, 2], "5": [2, 2], "6": [3, 3]},
         "counts": counts or {"trained": 8, "dead": 0},

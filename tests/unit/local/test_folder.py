@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.checkpoints import Checkpoints, Meta
 from offbeat.config import Recipe, load_recipe
-from offbeat.errors import ConfigError
+from offbeat.errors import CheckpointError, ConfigError
 from offbeat.local.folder import RunFolder, find_run, is_locked
+from offbeat.resume import fixed_settings
 
 RESUME = "import sys; from pathlib import Path; from offbeat.local.folder import RunFolder; "
 RESUME += "RunFolder.resume(Path(sys.argv[1]), [])"
@@ -87,3 +89,39 @@ def test_runs_are_found_by_id_by_folder_and_as_the_newest(recipe: Recipe) -> Non
 def test_no_run_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run found in .*start one with"):
         find_run(None, tmp_path)
+
+
+def with_checkpoints(recipe: Recipe, *steps: int) -> Path:
+    """A run's folder with a checkpoint at each of the steps; nobody runs it."""
+    folder, resolved = RunFolder.create(recipe)
+    folder.close()
+    checkpoints = Checkpoints(folder.path, keep=len(steps))
+    for step in steps:
+        partial = checkpoints.begin(1, step)
+        checkpoints.commit(
+            partial, Meta(step, step, 1, {}, [(1, 0)], settings=fixed_settings(resolved))
+        )
+    return folder.path
+
+
+def test_a_given_checkpoint_becomes_the_newest(recipe: Recipe) -> None:
+    path = with_checkpoints(recipe, 2, 4)
+    with pytest.raises(CheckpointError, match="no committed checkpoint '3'"):
+        RunFolder.resume(path, [], checkpoint="3")
+    with RunFolder.resume(path, [], checkpoint="2")[0]:
+        assert [found.step for found in Checkpoints(path, keep=2).committed()] == [2]
+
+
+def test_a_setting_that_may_not_change_is_refused_before_anything_is_written(
+    recipe: Recipe,
+) -> None:
+    path = with_checkpoints(recipe, 2)
+    before = (path / "recipe.yaml").read_text()
+    with pytest.raises(
+        ConfigError, match=r"run\.seed was 0, is 7 \(it decides the order of the data\)"
+    ):
+        RunFolder.resume(path, ["run.seed=7"])
+    assert (path / "recipe.yaml").read_text() == before
+    folder, resumed = RunFolder.resume(path, ["learner.optimizer.lr=1e-3"])
+    folder.close()
+    assert resumed.learner.optimizer.lr == 1e-3

@@ -2,9 +2,9 @@
 
 import pytest
 
+from offbeat.checkpoints import Checkpoints, Meta
 from offbeat.errors import CheckpointError, ConfigError
-from services.learner.checkpoints import Checkpoints, Meta
-from services.learner.resume import check_settings, fixed_settings
+from offbeat.resume import check_settings, fixed_settings
 
 
 def save(checkpoints: Checkpoints, term: int, step: int, **extra):
@@ -85,3 +85,17 @@ def test_changed_settings_are_named(tmp_path, recipe):
     fewer = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": 2})})
     with pytest.raises(ConfigError, match=r"raise schedule\.steps"):
         check_settings(saved, fewer)
+
+
+def test_going_back_puts_newer_ones_aside(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=5)
+    for term, step in ((1, 5), (1, 10), (2, 12)):
+        save(checkpoints, term, step)
+    assert checkpoints.go_back_to("5").step == 5
+    assert [(c.term, c.step) for c in checkpoints.committed()] == [(1, 5)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / "superseded").iterdir()) == [
+        "000001-00000010",
+        "000002-00000012",
+    ]
+    save(checkpoints, 3, 8)
+    assert checkpoints.latest().step == 8

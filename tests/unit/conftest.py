@@ -1,4 +1,4 @@
-"""A recipe for tests of the learner's parts."""
+"""A small recipe for unit tests."""
 
 import pytest
 

@@ -1,10 +1,13 @@
-"""Which settings a resumed run must share with the run that it goes on from, and a clear answer when one differs."""
+"""Which settings a resumed run must share with the run that it goes on from, and a clear answer when one differs.
+
+Used by ``offbeat run --resume``, before anything is changed, and by the learner.
+"""
 
 from typing import Any
 
+from offbeat.checkpoints import Checkpoint
 from offbeat.config import Recipe
 from offbeat.errors import ConfigError
-from services.learner.checkpoints import Checkpoint
 
 FIXED = {
     "run.seed": "it decides the order of the data",

@@ -1,7 +1,10 @@
 """Checkpoints of the learner: the system of record. Atomic folders, verified on the way in.
 
+The learner writes and loads them; ``offbeat run --resume`` chooses one, and the audit counts from the newest.
+
     <run>/checkpoints/<term>-<step>/     state files of the trainer, meta.json, COMMITTED
     <run>/checkpoints/.partial-…/        one that is being written; worthless
+    <run>/checkpoints/superseded/…       newer than the one that the run was sent back to
 
 COMMITTED is written last and holds the hash of every other file; a folder without it does not exist.
 """
@@ -158,6 +161,20 @@ class Checkpoints:
         raise CheckpointError(
             f"no committed checkpoint {name!r} in {self.folder}; there are: {there}"
         )
+
+    def go_back_to(self, name: str) -> Checkpoint:
+        """Makes the checkpoint of that name or step the newest one: newer ones are put aside, not deleted.
+
+        Raises `CheckpointError` when it is not there or damaged; then nothing is changed.
+        """
+        chosen = self.find(name)
+        aside = self.folder / "superseded"
+        for checkpoint in reversed(self.committed()):
+            if (checkpoint.term, checkpoint.step) <= (chosen.term, chosen.step):
+                break
+            aside.mkdir(exist_ok=True)
+            checkpoint.path.rename(aside / checkpoint.path.name)
+        return chosen
 
     def _scan(self) -> Iterator[Checkpoint]:
         if not self.folder.is_dir():
