@@ -98,6 +98,12 @@ def _check_steps(
         if event["event"] == "step"
     }
     owners = _owners(meta)
+    bounds = {
+        term: event.get("max_lag", max_lag)
+        for term in events
+        for event in events[term]
+        if event["event"] == "start"
+    }
     audit.retrained_steps = sum(
         step < meta.step and owners.get(step) != term for term, step in steps
     )
@@ -118,6 +124,19 @@ def _check_steps(
         found = [*event["trained"], *event["filtered"], *dead]
         seen.update(found)
         lags.update(event["lag"])
+        bound = bounds.get(owners[step], max_lag)
+        outside = sorted({lag for lag in event["lag"] if not 0 <= lag <= bound})
+        if outside:
+            audit.problems.append(f"step {step}: lags outside 0 .. {bound}: {outside}")
+        oldest = [
+            step - meta.lineage[version][0]
+            for version in event["versions"]
+            if version in meta.lineage
+        ]
+        if any(lag > bound for lag in oldest):
+            audit.problems.append(
+                f"step {step}: a version of lag {max(oldest)} was used, above {bound}"
+            )
         expected = range(step * prompts_per_step, (step + 1) * prompts_per_step)
         if sorted(found) != list(expected):
             missing = sorted(set(expected) - set(found))[:5]
@@ -134,9 +153,6 @@ def _check_steps(
         audit.problems.append(f"{len(twice)} ordinals count more than once, such as {twice[:5]}")
     audit.lag_counts = dict(sorted(lags.items()))
     audit.max_lag_seen = max(lags, default=0)
-    outside = {lag: count for lag, count in lags.items() if not 0 <= lag <= max_lag}
-    if outside:
-        audit.problems.append(f"lags outside 0 .. {max_lag}: {outside} (lag: groups)")
 
 
 def _owners(meta: Meta) -> dict[int, int]:

@@ -70,7 +70,13 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Compares every file with its hash. Raises `CheckpointError` naming the first that differs."""
-        hashes = json.loads((self.path / COMMITTED).read_text())
+        try:
+            hashes = dict(json.loads((self.path / COMMITTED).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.path}: {COMMITTED} is damaged ({error}); resume from an older checkpoint, "
+                "or delete this folder"
+            ) from error
         for name, expected in hashes.items():
             file = self.path / name
             found = _hash(file) if file.is_file() else "missing"
@@ -94,11 +100,16 @@ class Checkpoints:
 
     def begin(self, term: int, step: int) -> Path:
         """An empty folder to write the trainer's state into. What broken attempts left behind is removed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(".partial-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
         partial = self.folder / f".partial-{term:06d}-{step:08d}"
-        partial.mkdir()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob(".partial-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            partial.mkdir()
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint can be written to {self.folder}: {error}"
+            ) from error
         return partial
 
     def commit(self, partial: Path, meta: Meta) -> Checkpoint:
@@ -141,7 +152,10 @@ class Checkpoints:
         return sorted(self._scan(), key=lambda found: (found.term, found.step))
 
     def latest(self) -> Checkpoint | None:
-        """The newest committed checkpoint that is intact; damaged ones are passed over with a loud line in the log."""
+        """The newest committed checkpoint that is intact; damaged ones are passed over with a loud line in the log.
+
+        None when there is none at all; raises `CheckpointError` when there are some and all are damaged.
+        """
         for checkpoint in reversed(self.committed()):
             try:
                 checkpoint.verify()
@@ -149,6 +163,11 @@ class Checkpoints:
                 log.error("passed over: %s", error)
                 continue
             return checkpoint
+        if self.committed():
+            raise CheckpointError(
+                f"all checkpoints in {self.folder} are damaged; restore one from a backup, or remove them all "
+                "to begin anew"
+            )
         return None
 
     def find(self, name: str) -> Checkpoint:

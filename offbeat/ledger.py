@@ -4,7 +4,7 @@ Written by `loop` and `coordinator`, read by audit.
 
 A term has its own file, so that a learner that was replaced can't spoil the record of its successor. Events:
 
-    start       {term, step, parent: [term, step] | null}    this term trains from step on, from that checkpoint
+    start       {term, step, parent: [term, step] | null, max_lag}   this term trains from step on, from that checkpoint
     issue       {cohort, first, last, min_version}
     reissue     {ordinal, attempt, why}
     step        {step, trained: [...], filtered: [...], dead: {ordinal: why}, lag: [...], versions: [...]}
@@ -15,6 +15,7 @@ A term has its own file, so that a learner that was replaced can't spoil the rec
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,14 @@ class Ledger:
         folder = run_folder / "ledger"
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{term:06d}.jsonl").open("a", encoding="utf-8")
+        self._lock = threading.Lock()
 
     def write(self, event: str, **fields: Any) -> None:
         """Appends one event. It survives the end of this process at once, that of the machine after `sync`."""
-        self._file.write(json.dumps({"event": event, **fields}, separators=(",", ":")) + "\n")
-        self._file.flush()
+        line = json.dumps({"event": event, **fields}, separators=(",", ":")) + "\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
 
     def sync(self) -> None:
         """Makes all events durable; called before a checkpoint is committed."""

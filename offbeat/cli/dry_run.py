@@ -26,7 +26,10 @@ def print_dry_run(recipe: Recipe) -> None:
         cores=cores,
     )
     if recipe.checkpoint.address is None:
-        specs.insert(0, commands.checkpoint_spec(recipe, recipe_file, cores=cores))
+        redis_url = recipe.redis.url or REDIS_CHOSEN_LATER
+        specs.insert(
+            0, commands.checkpoint_spec(recipe, recipe_file, redis_url=redis_url, cores=cores)
+        )
     print(f"# Nothing is started. The recipe would be written to {recipe_file}.")
     print("# PORT stands for ports that are chosen at the start.")
     if check_model(recipe):

@@ -98,6 +98,10 @@ class LearnerSettings(Settings):
     zero_stage: Literal[0, 1, 2, 3] = 0
     gradient_checkpointing: bool = False
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; null: shared out.")
+    filter_equal_groups: bool = Field(
+        False,
+        description="Leave groups whose rewards are all equal out of the step, and out of its denominator.",
+    )
     permute_rewards: bool = Field(
         False, description="Control experiment: permute the rewards of each step at random."
     )

@@ -70,7 +70,7 @@ class ScheduleSettings(Settings):
     group_deadline_seconds: float = Field(
         600.0,
         gt=0,
-        description="A group that takes longer is given up (an empty place in its step).",
+        description="A group that takes a generator longer is given up (an empty place in its step).",
     )
 
 

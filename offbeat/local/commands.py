@@ -51,11 +51,13 @@ def service_command(
     return (sys.executable, *module, "--recipe", recipe_file, *sets)
 
 
-def checkpoint_spec(recipe: Recipe, recipe_file: Path, *, cores: int) -> ProcessSpec:
-    """The checkpoint service, which is started before the others."""
+def checkpoint_spec(
+    recipe: Recipe, recipe_file: Path, *, redis_url: str, cores: int
+) -> ProcessSpec:
+    """The checkpoint service, which is started before the others. Redis remembers its numbers if its disk is lost."""
     return ProcessSpec(
         service="checkpoint",
-        command=service_command("checkpoint", str(recipe_file)),
+        command=service_command("checkpoint", str(recipe_file), [f"redis.url={redis_url}"]),
         env=_environment(recipe, "checkpoint", cores),
         stop_order=CHECKPOINT_STOPS,
     )

@@ -108,7 +108,9 @@ async def _start_all(recipe: Recipe, folder: RunFolder, supervisor: Supervisor) 
     redis_url = recipe.redis.url or await _start_redis(recipe, folder, supervisor)
     address = recipe.checkpoint.address
     if address is None:
-        spec = commands.checkpoint_spec(recipe, folder.recipe_file, cores=cores)
+        spec = commands.checkpoint_spec(
+            recipe, folder.recipe_file, redis_url=redis_url, cores=cores
+        )
         address = await _start_checkpoint(recipe, folder, supervisor, spec)
     for spec in commands.worker_specs(
         recipe, folder.recipe_file, redis_url=redis_url, checkpoint_address=address, cores=cores

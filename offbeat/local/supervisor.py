@@ -15,6 +15,8 @@ from offbeat.local.children import Child
 from offbeat.local.restarts import RestartPolicy
 
 EXIT_CONFIG_ERROR = 2
+EXIT_STOPPED = 143
+"""Of a learner that somebody else told to stop."""
 """Exit code by which a process says that a setting is wrong: starting it again would not help."""
 
 SHOWN_LINES = 15
@@ -148,7 +150,7 @@ class Supervisor:
             last = last_lines(log, 1) or f"no word about it in {log}"
             self._settle(ConfigError(f"{name} refuses its settings: {last}"))
             return None
-        delay = kept.policy.ended(lived, crashed=code != 0)
+        delay = kept.policy.ended(lived, crashed=code not in {0, EXIT_STOPPED})
         if delay is None:
             self._settle(_crashed_too_often(kept, code))
             return None

@@ -151,6 +151,7 @@ def _worker(
         identity=identity,
         k=recipe.sampling.k,
         beat_seconds=recipe.redis.beat_seconds,
+        group_seconds=recipe.schedule.group_deadline_seconds,
         on_health=tell,
     )
     return worker

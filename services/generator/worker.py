@@ -80,9 +80,12 @@ class Worker:
         identity: Identity,
         k: int,
         beat_seconds: float,
+        group_seconds: float,
         on_health: Callable[[bool, bool], Awaitable[None]],
     ) -> None:
-        """`k` is the usual size of a group; `on_health` is told at each beat: alive, ready."""
+        """`k` is the usual size of a group, `group_seconds` the longest time for one; `on_health` is told at each beat:
+        alive, ready.
+        """
         self._streams = streams
         self._engine = engine
         self._updater = updater
@@ -92,6 +95,7 @@ class Worker:
         self._identity = identity
         self._k = k
         self._beat_seconds = beat_seconds
+        self._group_seconds = group_seconds
         self._on_health = on_health
         self._watchdog = Watchdog(settings.stall_seconds)
         self._groups: dict[tuple[Stream, str], Group] = {}
@@ -248,13 +252,14 @@ class Worker:
         task = group.delivery.record
         started = now_unix_ms()
         try:
-            async with _until(task.deadline_unix_ms):
+            async with asyncio.timeout(self._group_seconds), _until(task.deadline_unix_ms):
                 generated = await sample_group(self._engine, group.requests)
                 await self._updater.trusted.wait()
         except TimeoutError:
             await self._give_up(
                 group.delivery,
-                f"the group was not done at its deadline, {now_unix_ms() - task.deadline_unix_ms} ms ago",
+                f"the group was not done {now_unix_ms() - started} ms after its start "
+                f"(schedule.group_deadline_seconds: {self._group_seconds:g})",
             )
         except EngineFailed:
             raise

@@ -1,14 +1,14 @@
 """``python -m services.learner --recipe FILE``: one rank of the learner (all of them under torchrun).
 
-Exit codes: 0 the run is finished, 1 an error that a restart may cure, 2 a mistake in the settings or a run that a newer
-learner has taken over (do not restart), 143 stopped on request after a checkpoint.
+Exit codes: 0 the run is finished, 1 an error that a restart may cure, 2 do not restart (a mistake in the settings,
+checkpoints that can't be written or read, a newer learner has taken over), 143 told to stop, after a checkpoint.
 """
 
 import logging
 import os
 import sys
 
-from offbeat.errors import ConfigError, DataError, Fenced, ModelError, OffbeatError
+from offbeat.errors import CheckpointError, ConfigError, DataError, Fenced, ModelError, OffbeatError
 from offbeat.rpc.entry import parse_service_args
 from offbeat.telemetry import setup_logs
 
@@ -24,7 +24,7 @@ def main() -> int:
         from services.learner.app import run_rank
 
         return run_rank(recipe, rank=rank, world=world)
-    except (ConfigError, DataError, ModelError, Fenced) as error:
+    except (ConfigError, DataError, ModelError, CheckpointError, Fenced) as error:
         log.error("%s", error)
         return 2
     except OffbeatError as error:

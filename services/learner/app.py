@@ -1,9 +1,12 @@
 """Puts the learner together, on every rank. Used by the entry point alone."""
 
+import json
 import logging
 import os
 import signal
 import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -11,7 +14,7 @@ from blake3 import blake3
 
 from offbeat.checkpoints import Checkpoint, Checkpoints, Meta
 from offbeat.config import Recipe
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError
 from offbeat.ledger import Ledger
 from offbeat.resume import check_settings, fixed_settings
 from offbeat.rpc import RpcServer
@@ -24,7 +27,7 @@ from offbeat.weights.client import CheckpointClient
 from services.learner.background import Background
 from services.learner.cohorts import Cohorts
 from services.learner.coordinator import Coordinator
-from services.learner.data.prompts import PromptMaker, usable
+from services.learner.data.prompts import Prompt, PromptMaker, usable
 from services.learner.data.sources import load_heldout, load_train
 from services.learner.evaluation import Evaluator
 from services.learner.loop import Loop
@@ -59,6 +62,9 @@ def run_rank(recipe: Recipe, *, rank: int, world: int) -> int:
         trainer.load(found.path)
     try:
         if rank > 0:
+            # The launcher tells every rank to stop; rank 0 stops them after it has saved.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
             follow(trainer)
             return 0
         ranks = Ranks(trainer, world)
@@ -108,11 +114,11 @@ def _run_first_rank(
             background.call(loop.coordinator.close(finished=finished))
             if finished:
                 board.update(state=learner.LEARNER_STATE_FINISHED)
-            return 0 if finished else STOPPED
-        except OffbeatError as error:
-            board.update(state=learner.LEARNER_STATE_FAILED, error=str(error))
-            raise
+            return 0 if finished or controls.stopped_by_caller else STOPPED
         finally:
+            error = sys.exc_info()[1]
+            if error is not None:
+                board.update(state=learner.LEARNER_STATE_FAILED, error=str(error) or repr(error))
             writer.close()
             background.call(server.stop(grace_seconds=2.0))
 
@@ -171,6 +177,7 @@ async def _prepare(
     heldout = usable(heldout_rows, maker, limit=limit, what="data.heldout") if heldout_rows else []
     rows = load_train(recipe.data, maker, {prompt.text for prompt in heldout})
     prompts = usable(rows, maker, limit=limit, what="data.train")
+    _check_prompts(meta, prompts)
     cohorts = Cohorts(
         prompts_per_step=recipe.schedule.prompts_per_step,
         max_lag=recipe.schedule.max_lag,
@@ -192,7 +199,9 @@ async def _prepare(
     )
     meta.history.append((meta.term, meta.step))
     coordinator.ledger = Ledger(folder, meta.term)
-    coordinator.ledger.write("start", term=meta.term, step=meta.step, parent=parent)
+    coordinator.ledger.write(
+        "start", term=meta.term, step=meta.step, parent=parent, max_lag=recipe.schedule.max_lag
+    )
     log.info("term %d starts at step %d of %d", meta.term, meta.step, recipe.schedule.steps)
     return Loop(
         recipe,
@@ -208,6 +217,20 @@ async def _prepare(
         identity=identity(recipe, tokenizer),
         first_sequences=[prompt.token_ids for prompt in prompts if len(prompt.token_ids) > 1][:8],
     )
+
+
+def _check_prompts(meta: Meta, prompts: Sequence[Prompt]) -> None:
+    """Raises `ConfigError` when ordinals would mean other prompts than before: data, tokenizer or limits changed."""
+    hasher = blake3()
+    for prompt in prompts:
+        hasher.update(json.dumps(prompt.token_ids).encode())
+    found = hasher.hexdigest()
+    before = meta.settings.setdefault("data.prompts", found)
+    if before != found:
+        raise ConfigError(
+            f"the run can't be resumed: its training prompts are not those that it began with ({len(prompts)} now); "
+            "restore the data, the tokenizer and the limits on lengths, or start a new run"
+        )
 
 
 def needed_bytes(recipe: Recipe) -> int:

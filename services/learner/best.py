@@ -49,11 +49,13 @@ class BestVersion:
                 shutil.copy(file, self._folder / file.name)
         candidate.replace(self._folder / "model.safetensors")
         said = {"step": step, "version": version, "metric": metric, "value": value}
-        (self._folder / "best.json").write_text(json.dumps(said, indent=1))
+        partial = self._folder / ".best.json"
+        partial.write_text(json.dumps(said, indent=1))
+        partial.replace(self._folder / "best.json")
         log.info("version %d (step %d) is the best so far: %s = %.4f", version, step, metric, value)
 
     def _value(self) -> float:
         try:
             return float(json.loads((self._folder / "best.json").read_text())["value"])
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, KeyError):
             return float("-inf")

@@ -23,6 +23,8 @@ class Verdict(StrEnum):
     """The ordinal has a result already, or its step is over."""
     ABANDONED = "abandoned"
     """A token of it comes from a version that is no ancestor of the present weights; it must be generated again."""
+    TOO_OLD = "too old"
+    """Issued under a larger max_lag, before the run was resumed; it must be generated again."""
 
 
 class LagExceeded(OffbeatError):
@@ -54,8 +56,14 @@ class Lineage:
         )
 
     def at_step(self, step: int) -> int:
-        """The first version that holds at least `step` steps."""
-        return min(version for version, (steps, _) in self.versions.items() if steps >= step)
+        """The version with the fewest steps from `step` on; of several, the newest.
+
+        After a resume there are two with the same steps; generators may hold abandoned versions between them.
+        """
+        enough = [
+            (steps, -version) for version, (steps, _) in self.versions.items() if steps >= step
+        ]
+        return -min(enough)[1]
 
     def oldest(self, completions: Iterable[samples.Completion]) -> int:
         """Version of the oldest token of the completions; the newest version when they have no tokens."""
@@ -68,6 +76,8 @@ class Place:
     """One ordinal of a cohort that is under way."""
 
     attempt: int = 0
+    inherited: bool = False
+    """Issued by an earlier term, perhaps under another max_lag."""
     delivery: Delivery | None = None
     group: samples.ScoredRollout | None = None
     dead: str | None = None
@@ -104,7 +114,8 @@ class Cohorts:
     @property
     def outstanding(self) -> int:
         """Ordinals that are issued and have no outcome yet."""
-        return sum(not place.settled for place in self._places.values())
+        # A copy: the loop's thread asks while the event loop's thread admits.
+        return sum(not place.settled for place in list(self._places.values()))
 
     def ordinals(self, cohort: int) -> range:
         """The ordinals of a cohort."""
@@ -136,6 +147,11 @@ class Cohorts:
         """The newest attempt of an ordinal that is under way."""
         return self._places[ordinal].attempt
 
+    def inherit(self, ordinal: int, attempt: int) -> None:
+        """An attempt that an earlier term issued is still under way."""
+        self._places[ordinal].attempt = attempt
+        self._places[ordinal].inherited = True
+
     def next_attempt(self, ordinal: int, seen: int = 0) -> int:
         """Starts a new attempt, larger than every one before and than `seen`; returns it."""
         place = self._places[ordinal]
@@ -147,15 +163,26 @@ class Cohorts:
         place = self._places.get(delivery.record.rollout.task.ordinal)
         if place is None or place.settled:
             return Verdict.DUPLICATE
+        completions = delivery.record.rollout.completions
         if not self.lineage.contains(delivery.record.rollout):
             return Verdict.ABANDONED
+        step = delivery.record.rollout.task.ordinal // self._size
+        if place.inherited and self.lag(step, completions) > self._max_lag:
+            return Verdict.TOO_OLD
         place.delivery, place.group = delivery, delivery.record
         return Verdict.ACCEPTED
 
-    def add_dead(self, ordinal: int, reason: str, delivery: Delivery | None = None) -> Verdict:
-        """An ordinal was given up: it is an empty place of its cohort."""
+    def add_dead(
+        self,
+        ordinal: int,
+        reason: str,
+        delivery: Delivery | None = None,
+        *,
+        attempt: int | None = None,
+    ) -> Verdict:
+        """An ordinal was given up: it is an empty place of its cohort. An older attempt's death says nothing."""
         place = self._places.get(ordinal)
-        if place is None or place.settled:
+        if place is None or place.settled or (attempt is not None and attempt < place.attempt):
             return Verdict.DUPLICATE
         place.delivery, place.dead = delivery, reason
         return Verdict.ACCEPTED

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.config import Recipe
-from offbeat.errors import BacklogFull, ServiceUnavailable
+from offbeat.errors import BacklogFull, OffbeatError, ServiceUnavailable
 from offbeat.ledger import Ledger
 from offbeat.streams.base import Delivery, LearnerStreams, Member
 from offbeat.v1 import checkpoint_pb2 as checkpoint
@@ -66,8 +66,10 @@ class Coordinator:
         self._publishing = asyncio.Lock()
         self._last_arrival = time.monotonic()
         self._issued_at: dict[int, float] = {}
-        self._unsettled: list[tuple[int, int, Delivery | None]] = []
-        self._unsettled_bytes = 0
+        self._inherited: set[int] = set()
+        self._unsettled: list[tuple[int, int, Delivery | None, int]] = []
+        self._issuing: asyncio.Task[None] | None = None
+        self.backlog_full = False
         self._collector: asyncio.Task[None] | None = None
         self.members: list[Member] = []
         self.term = 0
@@ -84,14 +86,14 @@ class Coordinator:
         )
         self.term = reply.term
         await self._streams.begin_term(self.term)
-        self._collector = asyncio.create_task(self._collect(), name="collector")
         return self.term
 
     async def close(self, *, finished: bool) -> None:
         """Ends the collector and the connections; `finished` tells the workers that the run is over."""
-        if self._collector is not None:
-            self._collector.cancel()
-            await asyncio.gather(self._collector, return_exceptions=True)
+        tasks = [task for task in (self._issuing, self._collector) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if finished:
             await self._streams.finish()
         await self._streams.close()
@@ -100,7 +102,10 @@ class Coordinator:
     # --- weights
 
     async def publish(self, publication: Publication, *, evaluate: bool, whole: bool) -> int:
-        """Publishes a version, opens its evaluation, and issues what it admits. Returns the version."""
+        """Publishes a version and returns it. Its evaluation and the cohorts that it admits are issued afterwards.
+
+        Issuing may have to wait for room in Redis, which only settled entries give; so nothing waits for issuing.
+        """
         given = publication.manifest
         given.term = self.term
         given.parent = max(self.cohorts.lineage.versions, default=0)
@@ -111,21 +116,45 @@ class Coordinator:
             version = reply.manifest.version
             self.cohorts.lineage.add(version, given.step, given.update)
         self._record("publish", version=version, parent=given.parent, step=given.step)
+        opened: list[samples.PromptTask] = []
         if evaluate and self._evaluator is not None:
             opened = self._evaluator.start(
                 step=given.step, version=version, term=self.term, whole=whole
             )
-            await self._issue(opened)
-        await self._admit()
+        self._issuing = asyncio.create_task(self._open(opened, self._issuing), name="issuing")
         return version
 
-    async def _admit(self) -> None:
-        for cohort in self.cohorts.admit():
+    async def _open(
+        self, evaluation: list[samples.PromptTask], before: "asyncio.Task[None] | None"
+    ) -> None:
+        """Issues an evaluation and what is admitted now, after what was issued before."""
+        if before is not None:
+            await before
+        await self._issue(evaluation)
+        admitted = self.cohorts.admit()
+        if self._collector is None:
+            # Not earlier: results of the last term belong to cohorts that are admitted only now.
+            await self._inherit(admitted)
+            self._collector = asyncio.create_task(self._collect(), name="collector")
+        for cohort in admitted:
             ordinals, version = self.cohorts.ordinals(cohort), self.cohorts.min_version(cohort)
             self._record(
                 "issue", cohort=cohort, first=ordinals[0], last=ordinals[-1], min_version=version
             )
-            await self._issue([self._task(ordinal, 0) for ordinal in ordinals])
+            fresh = [ordinal for ordinal in ordinals if ordinal not in self._inherited]
+            await self._issue([self._task(ordinal, 0) for ordinal in fresh])
+
+    async def _inherit(self, cohorts: Iterable[int]) -> None:
+        """What the last term issued, and is still under way, is not issued again."""
+        in_flight = await self._streams.in_flight()
+        for cohort in cohorts:
+            for ordinal in self.cohorts.ordinals(cohort):
+                if ordinal in in_flight:
+                    self.cohorts.inherit(ordinal, in_flight[ordinal].attempt)
+                    self._issued_at[ordinal] = time.monotonic()
+                    self._inherited.add(ordinal)
+        if self._inherited:
+            log.info("%d groups of the last term are still under way", len(self._inherited))
 
     def _task(self, ordinal: int, attempt: int) -> samples.PromptTask:
         self._issued_at[ordinal] = time.monotonic()
@@ -138,11 +167,12 @@ class Coordinator:
         while True:
             try:
                 await self._streams.issue(tasks)
+                self.backlog_full = False
                 return
             except BacklogFull as error:
                 if not warned:
                     log.warning("issuing waits: %s", error)
-                warned = True
+                warned = self.backlog_full = True
                 await asyncio.sleep(0.5)
 
     # --- gathering
@@ -159,11 +189,17 @@ class Coordinator:
         self._raise_if_died()
         step = self.cohorts.next_step
         popped = self.cohorts.pop()
+        if all(place.group is None for _, place in popped):
+            raise OffbeatError(
+                f"every group of step {step} was given up, so there is nothing to train on; "
+                f"the first one: {popped[0][1].dead}"
+            )
         for ordinal, place in popped:
             self._issued_at.pop(ordinal, None)
-            self._unsettled_bytes += place.group.ByteSize() if place.group is not None else 0
+            self._inherited.discard(ordinal)
+            size = place.group.ByteSize() if place.group is not None else 0
             self._unsettled.append(
-                (step, ordinal, place.delivery and without_payload(place.delivery))
+                (step, ordinal, place.delivery and without_payload(place.delivery), size)
             )
         return popped
 
@@ -183,11 +219,17 @@ class Coordinator:
         return True
 
     def _collector_died(self) -> bool:
-        return self._collector is not None and self._collector.done()
+        issuing = (
+            self._issuing is not None
+            and self._issuing.done()
+            and self._issuing.exception() is not None
+        )
+        return issuing or (self._collector is not None and self._collector.done())
 
     def _raise_if_died(self) -> None:
-        if self._collector is not None and self._collector.done():
-            self._collector.result()
+        for task in (self._issuing, self._collector):
+            if task is not None and task.done():
+                task.result()
 
     async def _collect(self) -> None:
         try:
@@ -203,8 +245,8 @@ class Coordinator:
             try:
                 found = await self._streams.collect(limit=64, wait_seconds=1.0)
                 if broken_since is not None:
-                    await self._reissue_absent("Redis came back")
                     broken_since = None
+                    await self._reissue_absent("Redis came back")
                 await self._handle(found)
                 idle = time.monotonic() - max(checked, self._last_arrival)
                 if idle > REISSUE_SECONDS:
@@ -237,7 +279,7 @@ class Coordinator:
         task = delivery.record.rollout.task
         if task.kind == samples.TASK_KIND_EVALUATION:
             if self._evaluator is not None:
-                self._finish_evaluation(self._evaluator.add(task, delivery.record.scores))
+                self._finish_evaluation(self._evaluator.add(delivery.record))
             return False
         problem = malformed(delivery.record)
         if problem is None:
@@ -255,7 +297,7 @@ class Coordinator:
                     task.attempt,
                 )
                 return False
-            problem = "generated by an abandoned version"
+            problem = f"generated by {verdict} weights"
         if task.ordinal in self.cohorts.missing():
             attempt = self.cohorts.next_attempt(task.ordinal, task.attempt)
             self._record("reissue", ordinal=task.ordinal, attempt=attempt, why=problem)
@@ -277,8 +319,12 @@ class Coordinator:
                     self._evaluator.add_dead(letter.evaluation_id, letter.ordinal)
                 )
             return False
-        log.warning("ordinal %d is dead: %s", letter.ordinal, letter.reason)
-        return self.cohorts.add_dead(letter.ordinal, letter.reason, delivery) is Verdict.ACCEPTED
+        verdict = self.cohorts.add_dead(
+            letter.ordinal, letter.reason, delivery, attempt=letter.attempt
+        )
+        if verdict is Verdict.ACCEPTED:
+            log.warning("ordinal %d is dead: %s", letter.ordinal, letter.reason)
+        return verdict is Verdict.ACCEPTED
 
     def _finish_evaluation(self, evaluation: Evaluation | None) -> None:
         if evaluation is not None and self._evaluator is not None:
@@ -311,7 +357,10 @@ class Coordinator:
         """Groups past their deadline are normally given up by a worker; one that got lost is given up here."""
         limit = self._recipe.schedule.group_deadline_seconds * 1.5
         now = time.monotonic()
-        late = [ordinal for ordinal, at in self._issued_at.items() if now - at > limit]
+        if not any(member.role == "generator" for member in self.members):
+            return  # nobody could have done them
+        # While results arrive, the queue moves, and a place in it is no fault of the group.
+        late = [o for o, at in self._issued_at.items() if now - max(at, self._last_arrival) > limit]
         for ordinal in late:
             reason = f"no result {limit:g} s after it was issued (schedule.group_deadline_seconds and half again)"
             if self.cohorts.add_dead(ordinal, reason) is Verdict.ACCEPTED:
@@ -321,18 +370,21 @@ class Coordinator:
     # --- settling
 
     @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation has no complete result yet."""
+        return self._evaluator is not None and bool(self._evaluator.pending)
+
+    @property
     def unsettled_bytes(self) -> int:
         """Payload of trained groups that no durable checkpoint contains yet."""
-        return self._unsettled_bytes
+        return sum(size for *_, size in self._unsettled)
 
     async def settle(self, before_step: int) -> None:
         """A durable checkpoint contains all steps below `before_step`: their entries go."""
         done = [item for item in self._unsettled if item[0] < before_step]
         self._unsettled = [item for item in self._unsettled if item[0] >= before_step]
-        if not self._unsettled:
-            self._unsettled_bytes = 0
-        deliveries = [delivery for _, _, delivery in done if delivery is not None]
-        await self._streams.settle(deliveries, [ordinal for _, ordinal, _ in done])
+        deliveries = [delivery for _, _, delivery, _ in done if delivery is not None]
+        await self._streams.settle(deliveries, [ordinal for _, ordinal, _, _ in done])
 
     def _record(self, event: str, **fields: Any) -> None:
         if self.ledger is not None:

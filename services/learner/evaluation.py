@@ -28,6 +28,8 @@ class Evaluation:
     tasks: list[samples.PromptTask]
     rewards: dict[int, list[float]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
+    other_version: int = 0
+    """Prompts that another version answered: the evaluation took longer than generators hold a swap."""
 
     @property
     def finished(self) -> bool:
@@ -64,6 +66,7 @@ class Evaluation:
             "reward": sum(values) / len(values) if values else math.nan,
             "prompts": float(total),
             "dead": float(len(self.dead)),
+            "other_version": float(self.other_version),
         }
         if k > 1:
             found[f"pass@{k}"] = sum(count > 0 for count in correct) / total
@@ -115,14 +118,17 @@ class Evaluator:
             tasks += evaluation.tasks
         return tasks
 
-    def add(
-        self, task: samples.PromptTask, scores: Sequence[samples.CompletionScore]
-    ) -> Evaluation | None:
+    def add(self, scored: samples.ScoredRollout) -> Evaluation | None:
         """A scored group of an evaluation arrived; returns the evaluation when it was its last one."""
+        task = scored.rollout.task
         evaluation = self._open.get(task.evaluation_id)
         if evaluation is None or task.ordinal in evaluation.rewards:
             return None
-        evaluation.rewards[task.ordinal] = [score.total for score in scores]
+        evaluation.rewards[task.ordinal] = [score.total for score in scored.scores]
+        spans = (
+            span for completion in scored.rollout.completions for span in completion.version_spans
+        )
+        evaluation.other_version += any(span.version != evaluation.version for span in spans)
         evaluation.dead.discard(task.ordinal)
         return self._close_if_finished(evaluation)
 

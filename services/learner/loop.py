@@ -84,7 +84,7 @@ class Loop:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._publishing: Future[int] | None = None
         self._committing: Future[None] | None = None
-        self._saved_step = meta.step
+        self._saved_step = meta.step if meta.lineage else -1
         self._saved_at = time.monotonic()
         self._clock = Clock()
         self._best = BestVersion(run_folder, Path(recipe.model.path))
@@ -100,14 +100,17 @@ class Loop:
         self._publish()
         self._clock = Clock()
         total = self._recipe.schedule.steps
-        while self._meta.step < total:
-            gathered = self._gather()
-            if gathered is None:
-                self._stop_early()
-                return False
-            self._step(gathered)
-        self._finish()
-        return True
+        try:
+            while self._meta.step < total:
+                gathered = self._gather()
+                if gathered is None:
+                    self._stop_early()
+                    return False
+                self._step(gathered)
+            self._finish()
+            return True
+        finally:
+            self._pool.shutdown()
 
     def _step(self, gathered: list[tuple[int, Place]]) -> None:
         started = time.monotonic()
@@ -115,10 +118,12 @@ class Loop:
         step = self._meta.step
         scored = [place.group for _, place in gathered if place.group is not None]
         groups = [to_group(self.coordinator.cohorts, step, group) for group in scored]
-        metrics = self._ranks.train_step(self._control(groups, step))
+        filtered = self._filtered(groups)
+        kept = [group for group in groups if group.ordinal not in filtered]
+        metrics = self._ranks.train_step(self._control(kept, step))
         metrics |= lag_metrics(self.coordinator.cohorts, step, self._meta.update, scored)
         metrics |= self._reward_metrics(groups)
-        self._account(step, gathered)
+        self._account(step, gathered, filtered)
         self._parity = self._moved(groups) or self._parity
         self._publish()
         tokens = sum(len(sample.token_ids) for group in groups for sample in group.completions)
@@ -133,13 +138,15 @@ class Loop:
         while True:
             if self._controls.stop.is_set():
                 return None
-            if self._controls.save.is_set():
+            self._raise_if_failed()
+            full = self.coordinator.backlog_full and self._saved_step != self._meta.step
+            if self._controls.save.is_set() or full:
                 self._save()
             if self._controls.paused:
-                self._board.update(state=learner.LEARNER_STATE_PAUSED)
+                if self._board.read().state != learner.LEARNER_STATE_PAUSED:
+                    self._board.update(state=learner.LEARNER_STATE_PAUSED)
                 time.sleep(0.1)
                 continue
-            self._raise_if_failed()
             gathered = self._background.call(self.coordinator.cohort(POLL_SECONDS))
             waited = time.monotonic() - started
             self._clock.waiting += waited
@@ -162,17 +169,24 @@ class Loop:
             return groups
         return permuted(groups, random.Random(f"{self._recipe.run.seed}:{step}"))
 
-    def _account(self, step: int, gathered: list[tuple[int, Place]]) -> None:
+    def _filtered(self, groups: Sequence[Group]) -> set[int]:
+        """Ordinals of groups that are left out because all their rewards are equal, where the recipe says so."""
+        if not self._recipe.learner.filter_equal_groups:
+            return set()
+        return {g.ordinal for g in groups if len({sample.reward for sample in g.completions}) == 1}
+
+    def _account(self, step: int, gathered: list[tuple[int, Place]], filtered: set[int]) -> None:
         """The step is done: counts it, and writes what became of each ordinal."""
         dead = {ordinal: place.dead for ordinal, place in gathered if place.dead is not None}
-        trained = [(ordinal, place.group) for ordinal, place in gathered if place.group is not None]
+        arrived = [(ordinal, place.group) for ordinal, place in gathered if place.group is not None]
+        trained = [(ordinal, group) for ordinal, group in arrived if ordinal not in filtered]
         cohorts = self.coordinator.cohorts
         if self.coordinator.ledger is not None:
             self.coordinator.ledger.write(
                 "step",
                 step=step,
                 trained=[ordinal for ordinal, _ in trained],
-                filtered=[],
+                filtered=sorted(filtered),
                 dead=dead,
                 lag=[cohorts.lag(step, group.rollout.completions) for _, group in trained],
                 versions=sorted(
@@ -186,6 +200,7 @@ class Loop:
             )
         counts = self._meta.counts
         counts["trained"] = counts.get("trained", 0) + len(trained)
+        counts["filtered"] = counts.get("filtered", 0) + len(filtered)
         counts["dead"] = counts.get("dead", 0) + len(dead)
         self._meta.step += 1
         self._meta.update += self._recipe.learner.updates_per_step
@@ -252,7 +267,8 @@ class Loop:
             return settings.at_end
         minutes = (time.monotonic() - self._evaluated_at) / 60
         due = settings.every_minutes is not None and minutes >= settings.every_minutes
-        if due or (settings.every_steps is not None and step % settings.every_steps == 0):
+        due = due or (settings.every_steps is not None and step % settings.every_steps == 0)
+        if due and not self.coordinator.evaluating:  # slow evaluations must not pile up
             self._evaluated_at = time.monotonic()
             return True
         return False
@@ -275,6 +291,14 @@ class Loop:
         if not self._generator_before:
             # The first step is the start of the count: loading an engine is no waiting.
             self._generator_before = waiting_times(members, "generator")
+        mismatch, alarm = metrics.get("mismatch_kl", 0.0), self._recipe.learner.mismatch_kl_alarm
+        metrics["alarm/mismatch_kl"] = float(mismatch > alarm)
+        if mismatch > alarm:
+            log.warning(
+                "mismatch_kl is %.3g, above learner.mismatch_kl_alarm = %g: engine and learner disagree about the same "
+                "weights; look at model.dtype, the generator's parity differences, and its engine settings",
+                mismatch, alarm,
+            )  # fmt: skip
         waiting = waiting_fraction(members, "generator", self._generator_before)
         if waiting is not None:
             metrics["wait/generator"] = waiting
@@ -298,7 +322,10 @@ class Loop:
         settings = self._recipe.evaluation
         if settings is not None and evaluation.mode == (GREEDY if settings.greedy else SAMPLED):
             name = f"eval/{evaluation.mode}/pass@1"
-            self._best.judge(evaluation.step, evaluation.version, name, metrics[name])
+            if evaluation.other_version:
+                log.warning("%d prompts were answered by other versions", evaluation.other_version)
+            else:
+                self._best.judge(evaluation.step, evaluation.version, name, metrics[name])
         ends = {0: "start", self._recipe.schedule.steps: "end"}
         named = (
             {f"{name}_{ends[evaluation.step]}": value for name, value in metrics.items()}
@@ -315,6 +342,7 @@ class Loop:
             self._meta.step - self._saved_step >= settings.every_steps
             or time.monotonic() - self._saved_at >= settings.every_minutes * 60
             or self.coordinator.unsettled_bytes >= settings.max_unsettled_bytes
+            or self.coordinator.backlog_full
             or self._controls.save.is_set()
         ):
             self._save()
@@ -323,6 +351,11 @@ class Loop:
         """Writes the state now, and commits it in the background."""
         if self._committing is not None:
             self._committing.result()
+        if self._saved_step == self._meta.step:
+            # Writing it again would take the good one away first.
+            self._controls.save.clear()
+            self._board.update()
+            return
         partial = self._checkpoints.begin(self._meta.term, self._meta.step)
         self._ranks.save(partial)
         assert self._publishing is not None
@@ -342,7 +375,7 @@ class Loop:
         if ledger is not None:
             ledger.write("checkpoint", step=meta.step, name=committed.path.name)
         self._background.call(self.coordinator.settle(meta.step))
-        self._board.checkpoint_step = meta.step
+        self._board.checkpoint_step, self._board.checkpoint_path = meta.step, str(committed.path)
         self._board.update()
 
     def _stop_early(self) -> None:
@@ -379,4 +412,3 @@ class Loop:
     def _drain(self) -> None:
         if self._committing is not None:
             self._committing.result()
-        self._pool.shutdown()

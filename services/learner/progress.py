@@ -24,6 +24,7 @@ class Controls:
         self.stop = threading.Event()
         self.save_on_stop = True
         self.save = threading.Event()
+        self.stopped_by_caller = False
 
     @property
     def paused(self) -> bool:
@@ -53,6 +54,7 @@ class Board:
         self.started = time.monotonic()
         self.waiting_seconds = 0.0
         self.checkpoint_step = 0
+        self.checkpoint_path = ""
 
     def read(self) -> learner.Progress:
         """A copy of the present progress."""
@@ -100,15 +102,17 @@ class MetricsWriter:
     def __init__(self, run_folder: Path) -> None:
         self._file = (run_folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = _tensorboard(run_folder)
+        self._lock = threading.Lock()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line: {"step", "time", <name>: value …}; NaN and infinity become null."""
         values = {
             name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())
         }
-        line = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)

@@ -1,6 +1,7 @@
 """Rank 0's hold on the other ranks: it announces each collective call before all ranks make it together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Ranks:
     def __init__(self, trainer: Trainer, world: int) -> None:
         self._trainer = trainer
         self._world = world
+        self._inside = False
 
     def _announce(self, command: Command, text: str = "") -> None:
         if self._world > 1:
@@ -37,33 +39,45 @@ class Ranks:
             if encoded:
                 dist.broadcast(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), src=0)
 
+    @contextmanager
+    def _together(self, command: Command, text: str = "") -> Iterator[None]:
+        self._announce(command, text)
+        self._inside = True
+        yield
+        self._inside = False  # not after an error: see `end`
+
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
         """See `Trainer.train_step`."""
-        self._announce(Command.TRAIN_STEP)
-        return self._trainer.train_step(groups)
+        with self._together(Command.TRAIN_STEP):
+            return self._trainer.train_step(groups)
 
     def snapshot(self, parity_sequences: Sequence[Sequence[int]]) -> Snapshot:
         """See `Trainer.snapshot`."""
-        self._announce(Command.SNAPSHOT)
-        return self._trainer.snapshot(parity_sequences)
+        with self._together(Command.SNAPSHOT):
+            return self._trainer.snapshot(parity_sequences)
 
     def save(self, folder: Path) -> None:
         """See `Trainer.save`."""
-        self._announce(Command.SAVE, str(folder))
-        self._trainer.save(folder)
+        with self._together(Command.SAVE, str(folder)):
+            self._trainer.save(folder)
 
     def export(self, folder: Path) -> None:
         """See `Trainer.export`."""
-        self._announce(Command.EXPORT, str(folder))
-        self._trainer.export(folder)
+        with self._together(Command.EXPORT, str(folder)):
+            self._trainer.export(folder)
 
     def stay_awake(self) -> None:
         """Keeps the others from running into the collective's time limit while rank 0 waits for groups."""
         self._announce(Command.STAY_AWAKE)
 
     def end(self) -> None:
-        """Lets the other ranks return from `follow`."""
-        self._announce(Command.END)
+        """Lets the other ranks return from `follow`.
+
+        After an error inside a collective call the others sit in that call; another broadcast would hang with them.
+        They end when this process does, by its closed connections.
+        """
+        if not self._inside:
+            self._announce(Command.END)
 
 
 def follow(trainer: Trainer) -> None:

@@ -23,7 +23,6 @@ class LearnerServicer(learner_grpc.LearnerServiceServicer):
         self._board = board
         self._controls = controls
         self._run_id, self._learner_id, self._ranks = run_id, learner_id, ranks
-        self.checkpoint_path = ""
 
     async def GetStatus(
         self, request: learner.LearnerServiceGetStatusRequest, context: grpc.aio.ServicerContext
@@ -62,7 +61,7 @@ class LearnerServicer(learner_grpc.LearnerServiceServicer):
                     grpc.StatusCode.FAILED_PRECONDITION, "the run ended before the checkpoint"
                 )
         return learner.SaveCheckpointResponse(
-            step=self._board.checkpoint_step, path=self.checkpoint_path
+            step=self._board.checkpoint_step, path=self._board.checkpoint_path
         )
 
     async def Pause(
@@ -81,5 +80,6 @@ class LearnerServicer(learner_grpc.LearnerServiceServicer):
         self, request: learner.StopRequest, context: grpc.aio.ServicerContext
     ) -> learner.StopResponse:
         self._controls.save_on_stop = request.save_checkpoint
+        self._controls.stopped_by_caller = True
         self._controls.stop.set()
         return learner.StopResponse(step=self._board.read().step)

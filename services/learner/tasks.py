@@ -1,7 +1,6 @@
 """Makes the prompt tasks of training cohorts. Used by `coordinator`."""
 
 import hashlib
-import time
 from collections.abc import Sequence
 
 from offbeat.config import Recipe
@@ -41,7 +40,6 @@ class TaskMaker:
         """The task of an ordinal. In exact lag mode the version is the only one that may generate it."""
         prompt = self._prompts[self._order.row(ordinal)]
         exact = self._recipe.schedule.lag_mode == "exact"
-        deadline = time.time() + self._recipe.schedule.group_deadline_seconds
         return samples.PromptTask(
             run_id=self._recipe.run_id,
             ordinal=ordinal,
@@ -56,5 +54,4 @@ class TaskMaker:
             min_version=min_version,
             max_version=min_version if exact else 0,
             columns=prompt.columns,
-            deadline_unix_ms=int(deadline * 1000),
         )

@@ -99,3 +99,10 @@ def test_going_back_puts_newer_ones_aside(tmp_path):
     ]
     save(checkpoints, 3, 8)
     assert checkpoints.latest().step == 8
+
+
+def test_damage_to_all_of_them_is_never_a_new_beginning(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    (save(checkpoints, 1, 1).path / "COMMITTED").write_bytes(b"\xff\x00")
+    with pytest.raises(CheckpointError, match="all checkpoints"):
+        checkpoints.latest()

@@ -133,3 +133,30 @@ def test_a_sample_beyond_the_bound_is_an_error_not_a_statistic():
     cohorts.add_group(delivery(1, 1))
     with pytest.raises(LagExceeded, match="lag 1, expected 0"):
         cohorts.pop()
+
+
+def test_a_sample_that_a_larger_bound_allowed_is_generated_again():
+    """The run was resumed with a smaller max_lag."""
+    cohorts = Cohorts(prompts_per_step=1, max_lag=0, total_steps=5, first_step=3)
+    cohorts.lineage.versions.update({1: (0, 0), 2: (1, 1), 3: (2, 2), 4: (3, 3)})
+    cohorts.lineage.add(5, 3, 3)
+    assert cohorts.admit() == [3]
+    cohorts.inherit(3, 0)
+    assert cohorts.add_group(delivery(3, 2)) is Verdict.TOO_OLD
+    assert cohorts.add_group(delivery(3, 5)) is Verdict.ACCEPTED
+
+
+def test_the_death_of_an_older_attempt_says_nothing():
+    cohorts = Cohorts(prompts_per_step=1, max_lag=0, total_steps=1)
+    cohorts.lineage.add(1, 0, 0)
+    cohorts.admit()
+    cohorts.next_attempt(0)
+    assert cohorts.add_dead(0, "old", attempt=0) is Verdict.DUPLICATE
+    assert cohorts.add_dead(0, "new", attempt=1) is Verdict.ACCEPTED
+
+
+def test_after_a_resume_tasks_need_the_newest_twin_of_a_version():
+    cohorts = Cohorts(prompts_per_step=1, max_lag=1, total_steps=5, first_step=2)
+    cohorts.lineage.versions.update({1: (0, 0), 2: (1, 1), 3: (2, 2)})
+    cohorts.lineage.add(9, 2, 2)
+    assert [cohorts.min_version(cohort) for cohort in cohorts.admit()] == [9, 9]

@@ -18,8 +18,13 @@ def evaluator(recipe):
     return Evaluator(changed, prompts)
 
 
-def scores(*totals: float) -> list[samples.CompletionScore]:
-    return [samples.CompletionScore(total=total) for total in totals]
+def scored(task: samples.PromptTask, *totals: float, version: int = 1) -> samples.ScoredRollout:
+    span = samples.VersionSpan(version=version, count=1)
+    completions = [samples.Completion(token_ids=[1], version_spans=[span]) for _ in totals]
+    rollout = samples.Rollout(task=task, completions=completions)
+    return samples.ScoredRollout(
+        rollout=rollout, scores=[samples.CompletionScore(total=t) for t in totals]
+    )
 
 
 def test_tasks_belong_to_one_version(evaluator):
@@ -35,10 +40,10 @@ def test_results_count_dead_prompts_as_not_passed(evaluator):
     sampled = [
         task for task in evaluator.start(step=0, version=1, term=1, whole=True) if task.k == 2
     ]
-    assert evaluator.add(sampled[0], scores(1, 0)) is None
-    assert evaluator.add(sampled[0], scores(0, 0)) is None, "the first result wins"
-    assert evaluator.add(sampled[1], scores(1, 1)) is None
-    assert evaluator.add(sampled[2], scores(0, 0)) is None
+    assert evaluator.add(scored(sampled[0], 1, 0)) is None
+    assert evaluator.add(scored(sampled[0], 0, 0)) is None, "the first result wins"
+    assert evaluator.add(scored(sampled[1], 1, 1)) is None
+    assert evaluator.add(scored(sampled[2], 0, 0)) is None
     done = evaluator.add_dead(sampled[3].evaluation_id, sampled[3].ordinal)
     metrics = done.metrics(threshold=1.0)
     assert metrics["eval/sampled/pass@1"] == pytest.approx(3 / 8)
@@ -48,7 +53,7 @@ def test_results_count_dead_prompts_as_not_passed(evaluator):
 
 def test_unanswered_tasks_are_known(evaluator):
     tasks = evaluator.start(step=0, version=1, term=1, whole=True)
-    evaluator.add(tasks[0], scores(1))
+    evaluator.add(scored(tasks[0], 1))
     assert tasks[0] not in evaluator.pending[0].unanswered
     assert len(evaluator.pending[0].unanswered) == 3
 
@@ -58,3 +63,11 @@ def test_wilson_interval_against_known_values():
     assert (round(low, 3), round(high, 3)) == (0.404, 0.596)
     assert wilson(0.0, 10)[0] == pytest.approx(0.0, abs=1e-12)
     assert math.isnan(wilson(0.5, 0)[0])
+
+
+def test_answers_of_another_version_are_counted(evaluator):
+    tasks = [task for task in evaluator.start(step=0, version=1, term=1, whole=True) if task.k == 1]
+    done = [
+        evaluator.add(scored(task, 1.0, version=2 if task is tasks[0] else 1)) for task in tasks
+    ]
+    assert done[-1].metrics(1.0)["eval/greedy/other_version"] == 1

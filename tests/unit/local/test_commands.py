@@ -42,7 +42,9 @@ def test_processes_are_told_where_the_others_are(recipe: Recipe) -> None:
 def test_only_the_learner_ends_the_run_and_it_stops_first(recipe: Recipe) -> None:
     found = specs(recipe)
     assert [spec.service for spec in found if spec.finishes] == ["learner"]
-    checkpoint = commands.checkpoint_spec(recipe, Path("recipe.yaml"), cores=2)
+    checkpoint = commands.checkpoint_spec(
+        recipe, Path("recipe.yaml"), redis_url="redis://127.0.0.1:1/0", cores=2
+    )
     order = {spec.service: spec.stop_order for spec in [*found, checkpoint]}
     assert order["learner"] < order["generator"] == order["reward"] < order["checkpoint"]
 
