@@ -8,7 +8,15 @@ import logging
 import os
 import sys
 
-from offbeat.errors import CheckpointError, ConfigError, DataError, Fenced, ModelError, OffbeatError
+from offbeat.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Fenced,
+    ModelError,
+    OffbeatError,
+    StreamError,
+)
 from offbeat.rpc.entry import parse_service_args
 from offbeat.telemetry import setup_logs
 
@@ -24,7 +32,7 @@ def main() -> int:
         from services.learner.app import run_rank
 
         return run_rank(recipe, rank=rank, world=world)
-    except (ConfigError, DataError, ModelError, CheckpointError, Fenced) as error:
+    except (ConfigError, DataError, ModelError, CheckpointError, StreamError, Fenced) as error:
         log.error("%s", error)
         return 2
     except OffbeatError as error:
