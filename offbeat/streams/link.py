@@ -54,7 +54,7 @@ def connect(url: str, *, reply_seconds: float = REPLY_SECONDS) -> Redis:
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=CONNECTIONS,
-            timeout=None,
+            timeout=REPLY_SECONDS,
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=reply_seconds,

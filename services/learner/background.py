@@ -6,6 +6,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+CANCEL_SECONDS = 5.0
+"""Given to what still runs when the process ends."""
+
 Result = TypeVar("Result")
 
 
@@ -34,7 +37,8 @@ class Background:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
 
     def call(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Runs the coroutine there and waits for its result. The coroutine bears its own deadline."""

@@ -7,7 +7,7 @@ trains. Decisions are made in `cohorts` and `evaluation`; this module only carri
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ REISSUE_SECONDS = 60.0
 """Time without a new result after which absent ordinals are looked for; also done after every reconnect."""
 OUTAGE_SECONDS = 600.0
 """Longest outage of Redis that the learner sits out."""
+FINISH_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
 PUBLISH_SECONDS = 600.0
 """Longest time for a publish, restarts of the checkpoint service included."""
 
@@ -90,14 +92,13 @@ class Coordinator:
 
     async def close(self, *, finished: bool) -> None:
         """Ends the collector and the connections; `finished` tells the workers that the run is over."""
-        tasks = [task for task in (self._issuing, self._collector) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in (self._issuing, self._collector):
+            if task is not None:
+                await _end(task)
         if finished:
-            await self._streams.finish()
-        await self._streams.close()
-        await self._weights.close()
+            await _within(FINISH_SECONDS, "telling the workers", self._streams.finish())
+        await _within(CLOSE_SECONDS, "closing the streams", self._streams.close())
+        await _within(CLOSE_SECONDS, "closing the channel", self._weights.close())
 
     # --- weights
 
@@ -389,6 +390,24 @@ class Coordinator:
     def _record(self, event: str, **fields: Any) -> None:
         if self.ledger is not None:
             self.ledger.write(event, **fields)
+
+
+async def _end(task: "asyncio.Task[None]") -> None:
+    """Ends a task. A cancellation can meet an operation that is just ending and get lost in it: it is repeated."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=1.0)
+
+
+async def _within(seconds: float, what: str, work: Coroutine[Any, Any, None]) -> None:
+    """Waits for the work, but no longer than that: the run is done, and its process must end."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({task}, timeout=seconds)
+    if not task.done():
+        log.error("%s did not end within %g s; going on without", what, seconds)
+        task.cancel()
+    elif task.exception() is not None:
+        log.error("%s failed: %s", what, task.exception())
 
 
 def without_payload(delivery: Delivery) -> Delivery:
