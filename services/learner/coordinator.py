@@ -92,11 +92,11 @@ class Coordinator:
 
     async def close(self, *, finished: bool) -> None:
         """Ends the collector and the connections; `finished` tells the workers that the run is over."""
+        if finished:
+            await _within(FINISH_SECONDS, "telling the workers", self._streams.finish())
         for task in (self._issuing, self._collector):
             if task is not None:
                 await _end(task)
-        if finished:
-            await _within(FINISH_SECONDS, "telling the workers", self._streams.finish())
         await _within(CLOSE_SECONDS, "closing the streams", self._streams.close())
         await _within(CLOSE_SECONDS, "closing the channel", self._weights.close())
 
