@@ -57,6 +57,7 @@ def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pytest.fail(f"{request.node.nodeid} left processes running (now killed):\n{listed}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `pytest -n 2 --dist loadgroup`: a file stays together, and whole runs go one after the other."""
     for item in items:
