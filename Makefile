@@ -75,7 +75,7 @@ run: runtime ## Train the default recipe, from nothing
 	$(BIN)/offbeat run $(RECIPE) $(RUN_ARGS)
 
 test: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests, but for slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not docker' $(PYTEST_ARGS)

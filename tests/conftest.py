@@ -57,11 +57,8 @@ def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pytest.fail(f"{request.node.nodeid} left processes running (now killed):\n{listed}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n 2 --dist loadgroup`: a file stays together, and whole runs go one after the other."""
+    """A whole run takes longer than other tests may."""
     for item in items:
-        whole_run = "e2e" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("e2e" if whole_run else str(item.path)))
-        if whole_run and item.get_closest_marker("timeout") is None:
+        if "e2e" in item.path.parts and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))

@@ -16,6 +16,7 @@ def last_line(run) -> str:
     return Path(run._log.name).read_text().strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_always_raises(tmp_path):
     recipe = write_recipe(tmp_path)
     (tmp_path / "reward.py").write_text("def early_letters(completions):\n    return 1 / 0\n")

@@ -58,6 +58,7 @@ def test_each_process_may_die_with_real_engines(tmp_path):
         assert run.audit().trained == 40 * 8
 
 
+@pytest.mark.slow
 def test_the_learner_may_die_before_an_entry_is_settled(tmp_path):
     """One run, a learner that dies at each checkpoint right after it counts: nothing is trained twice."""
     recipe = write_recipe(tmp_path, schedule={"steps": 5})
@@ -79,6 +80,7 @@ def test_the_learner_may_die_anywhere(tmp_path, crash):
         assert audit.terms >= 2
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_with_the_same_ordinals(tmp_path):
     """The command itself is killed; `--resume` goes on, and at max_lag 0 ends with the weights of a whole run."""
     recipe = write_recipe(
