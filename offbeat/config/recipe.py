@@ -24,6 +24,11 @@ class RunSettings(Settings):
     )
     seed: int = Field(0, ge=0, description="Seed of data order, sampling, and initialisation.")
     directory: str = Field("runs", description="Folder of all runs.")
+    max_restart_seconds: float = Field(
+        30.0,
+        gt=0,
+        description="Longest time that `offbeat run` waits before it starts a crashed process again.",
+    )
     max_quick_crashes: int = Field(
         5,
         ge=1,

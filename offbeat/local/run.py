@@ -86,7 +86,9 @@ async def run_recipe(recipe: Recipe, folder: RunFolder, observer: Observer) -> O
         folder.logs,
         report=observer.event,
         grace_seconds=grace,
-        policy=lambda: RestartPolicy(max_quick=recipe.run.max_quick_crashes),
+        policy=lambda: RestartPolicy(
+            max_quick=recipe.run.max_quick_crashes, max_delay=recipe.run.max_restart_seconds
+        ),
     )
     async with supervisor:
         await _start_all(recipe, folder, supervisor)

@@ -114,14 +114,16 @@ def test_a_hundred_random_kills(tmp_path):
         generator={"replicas": 2, "engine": DETERMINISTIC | {"token_seconds": 0.005}},
         reward={"replicas": 2, "max_groups": 4},
         learner={"checkpoints": {"every_steps": 3}},
-        run={"max_quick_crashes": 1000},
+        run={"max_quick_crashes": 1000, "max_restart_seconds": 1.0},
     )
     kills = 0
     with start(recipe) as run:
         run.wait_for_step(3)
         while kills < 100 and run.step() < 395:
-            run.kill(chance.choices(SERVICES, weights=(2, 2, 3, 3, 1))[0])
-            kills += 1
+            service = chance.choices(SERVICES, weights=(2, 2, 3, 3, 1))[0]
+            if run.pids(service):
+                run.kill(service)
+                kills += 1
             time.sleep(chance.uniform(0.0, 1.5))
         run.succeed()
         audit = run.audit()

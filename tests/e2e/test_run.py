@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.whole_run import VLLM, start, write_recipe
+from tests.harness.whole_run import VLLM, WholeRun, start, write_recipe
 
 SERVICES = {
     "checkpoint": "offbeat.v1.CheckpointService",
@@ -85,27 +86,40 @@ def test_a_fast_generator_runs_max_lag_ahead(tmp_path, max_lag):
 
 
 def test_two_of_each_worker_share_the_work(tmp_path):
+    """Counted from the moment at which all are there."""
     recipe = write_recipe(
         tmp_path,
-        schedule={"steps": 6, "prompts_per_step": 16},
+        schedule={"steps": 16, "prompts_per_step": 16},
         generator={"replicas": 2, "engine": {"name": "deterministic", "token_seconds": 0.01}},
         reward={"replicas": 2, "max_groups": 4},
     )
     with start(recipe) as run:
-        run.wait_for_step(4)
-        grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Pause")
-        for service, counter in (("generator", "groupsFinished"), ("reward", "groupsFinished")):
-            files = sorted(run.folder.glob(f"addresses/{service}.*"))
-            assert len(files) == 2
-            done = [
-                int(
-                    json.loads(grpcurl(file.read_text(), f"{SERVICES[service]}/GetStatus")).get(
-                        counter, 0
-                    )
-                )
-                for file in files
-            ]
-            assert min(done) >= 0.2 * sum(done), (service, done)
-        grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Resume")
+        before = _groups_finished(run, at_step=3)
+        after = _groups_finished(run, at_step=13)
         run.succeed()
         run.audit()
+    for service in ("generator", "reward"):
+        done = [
+            after[address] - before.get(address, 0) for address in after if address[0] == service
+        ]
+        assert len(done) == 2
+        assert min(done) >= 0.2 * sum(done), (service, done)
+
+
+def _groups_finished(run: WholeRun, *, at_step: int) -> dict[tuple[str, str], int]:
+    """(service, address) -> groups, while the learner stands still at about that step."""
+    run.wait_for_step(at_step)
+    grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Pause")
+    found = {}
+    for service in ("generator", "reward"):
+        for file in run.wait_for(partial(_pair, run.folder, service), f"two of {service}"):
+            answer = json.loads(grpcurl(file.read_text(), f"{SERVICES[service]}/GetStatus"))
+            found[service, file.name] = int(answer.get("groupsFinished", 0))
+    grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Resume")
+    return found
+
+
+def _pair(folder: Path, service: str) -> list[Path] | None:
+    """The address files of a service once both of its processes have written theirs."""
+    files = sorted(folder.glob(f"addresses/{service}.*"))
+    return files if len(files) == 2 else None
