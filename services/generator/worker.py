@@ -258,7 +258,7 @@ class Worker:
         except TimeoutError:
             await self._give_up(
                 group.delivery,
-                f"the group was not done {now_unix_ms() - started} ms after its start "
+                f"the group was not done at its deadline, {now_unix_ms() - started} ms after its start "
                 f"(schedule.group_deadline_seconds: {self._group_seconds:g})",
             )
         except EngineFailed:
