@@ -13,6 +13,7 @@ from offbeat.config.service import RedisSettings
 from offbeat.errors import BacklogFull, ServiceUnavailable, StreamError
 from offbeat.local.redis_server import RedisServer
 from offbeat.streams.base import Stream
+from offbeat.streams.link import connect
 from offbeat.streams.redis import (
     RedisLearnerStreams,
     RedisVersionMark,
@@ -144,13 +145,21 @@ async def test_a_cancelled_take_loses_no_entry(redis_run: StreamsRun, proxy: Pro
 # --- outages -------------------------------------------------------------------------------------------------------
 
 
+async def written(url: str) -> bool:
+    """Whether the server has nothing in its memory that the append-only file lacks."""
+    async with connect(url) as client:
+        state = await client.info("persistence")
+    return not (state["aof_buffer_length"] or state["aof_pending_bio_fsync"])
+
+
 async def test_a_run_survives_a_crash_of_its_server(own_server: RedisServer) -> None:
     run = StreamsRun(own_server.url)
     learner, worker, reward = await run.learner(), run.worker(), run.worker("reward")
     await learner.issue(make_tasks(4))
     held = await worker.take(2)
     await worker.hand_off(held[0], make_result(held[0]))
-    # The append-only file is written once a second; what a dead process wrote is in the page cache.
+    # What a dead process wrote is in the page cache; but on a busy disk a server puts a write off for a while.
+    await until(lambda: written(own_server.url), "the append-only file to be written")
     own_server.kill()
     assert await worker.take(1, wait_seconds=0.05) == []
     handing_off = asyncio.create_task(worker.hand_off(held[1], make_result(held[1])))

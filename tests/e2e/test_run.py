@@ -89,7 +89,7 @@ def test_two_of_each_worker_share_the_work(tmp_path):
     """Counted from the moment at which all are there."""
     recipe = write_recipe(
         tmp_path,
-        schedule={"steps": 16, "prompts_per_step": 16},
+        schedule={"steps": 50, "prompts_per_step": 16},
         generator={"replicas": 2, "engine": {"name": "deterministic", "token_seconds": 0.01}},
         reward={"replicas": 2, "max_groups": 4},
     )
