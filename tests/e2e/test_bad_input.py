@@ -28,6 +28,7 @@ def test_a_reward_function_that_always_raises(tmp_path):
         assert "Traceback" not in Path(run._log.name).read_text()
 
 
+@pytest.mark.slow
 def test_a_redis_that_may_evict(tmp_path):
     import redis
 

@@ -75,7 +75,7 @@ def _check_export(folder: Path) -> None:
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > 2
 
 
-@pytest.mark.parametrize("max_lag", [1, 4])
+@pytest.mark.parametrize("max_lag", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_fast_generator_runs_max_lag_ahead(tmp_path, max_lag):
     recipe = write_recipe(tmp_path, schedule={"steps": 12, "max_lag": max_lag})
     with start(recipe) as run:
