@@ -62,6 +62,9 @@ def main() -> None:
     careless = str(recipe.prepare.params["demonstrator"])
     rows, heldout = examples(recipe.data)
     init = recipe.model.path
+    train(
+        settings_of(init, careless, 1, arguments), rows, heldout
+    )  # the first one also pays for imports
     short, *_ = train(settings_of(init, careless, 1, arguments), rows, heldout)
     longer, *_ = train(settings_of(init, careless, 1 + CALIBRATION_STEPS, arguments), rows, heldout)
     steps = max(
