@@ -42,11 +42,10 @@ LEARNER_STOPS, WORKERS_STOP, CHECKPOINT_STOPS, REDIS_STOPS = range(4)
 def service_command(
     service: str, recipe_file: str, overrides: Sequence[str] = (), *, ranks: int = 1
 ) -> tuple[str, ...]:
-    """The command line of a service; a learner of several ranks goes through torchrun."""
+    """The command line of a service; a learner of several ranks goes through its launcher."""
     module = ["-m", f"services.{service}"]
     if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        module = [*torchrun, *module]
+        module = ["-m", f"services.{service}.launch", "--ranks", str(ranks)]
     sets = [part for override in overrides for part in ("--set", override)]
     return (sys.executable, *module, "--recipe", recipe_file, *sets)
 

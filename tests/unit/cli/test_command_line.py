@@ -131,7 +131,7 @@ def test_dry_run_shows_every_process_and_starts_nothing(
     assert list(tree) == ["checkpoint.0", "generator.0", "generator.1", "reward.0", "learner.0"]
     recipe_file = tmp_path / "runs" / "mine" / "recipe.yaml"
     assert f"-m services.generator --recipe {recipe_file}" in tree["generator.1"]["command"]
-    assert "torch.distributed.run" in tree["learner.0"]["command"]
+    assert "services.learner.launch --ranks 2" in tree["learner.0"]["command"]
     assert tree["learner.0"]["recipe"]["model"]["path"] == str(tmp_path / "model")
     assert tree["reward.0"]["recipe"]["reward"]["functions"][0]["name"] == "exact_match"
     assert tree["checkpoint.0"]["environment"]["OMP_NUM_THREADS"] == "1"

@@ -49,12 +49,9 @@ def test_only_the_learner_ends_the_run_and_it_stops_first(recipe: Recipe) -> Non
     assert order["learner"] < order["generator"] == order["reward"] < order["checkpoint"]
 
 
-def test_several_ranks_go_through_torchrun(recipe: Recipe) -> None:
+def test_several_ranks_go_through_the_launcher(recipe: Recipe) -> None:
     learner = specs(recipe, learner={"ranks": 2})[-1]
-    assert learner.command[1:9] == (
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "services.learner", "--recipe"),
-    )
+    assert learner.command[1:6] == ("-m", "services.learner.launch", "--ranks", "2", "--recipe")
 
 
 @pytest.mark.parametrize(
