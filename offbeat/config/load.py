@@ -104,6 +104,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
     places = [
         (tree.get("model"), "path"),
         (tree.get("learner"), "reference"),
+        (_gguf_file(tree.get("prepare")), "file"),
         *((source, "path") for source in _sources(tree.get("data"))),
         *((function, "path") for function in _functions(tree.get("reward"))),
         *((model, "path") for model in _reward_models(tree.get("reward"))),
@@ -123,6 +124,14 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
             continue
         # A folder that isn't there yet (a model still to be prepared) has its place all the same.
         node[key] = str((folder / value).resolve()) + separator + attribute
+
+
+def _gguf_file(prepare: Any) -> Any:
+    """The params of a preparation whose `file` is a path, not a name in a package."""
+    params = prepare.get("params") if isinstance(prepare, dict) else None
+    if not isinstance(params, dict) or prepare.get("kind") != "gguf" or params.get("package"):
+        return None
+    return params
 
 
 def _sources(data: Any) -> list[Any]:

@@ -102,7 +102,10 @@ class EvaluationSettings(Settings):
 class PrepareSettings(Settings):
     """How `offbeat prepare` makes the start policy. See `services.learner.prepare`."""
 
-    kind: Literal["sft"] = "sft"
+    kind: Literal["sft", "gguf"] = Field(
+        "sft",
+        description="sft: supervised training of a small policy; gguf: the model in a GGUF file.",
+    )
     params: dict[str, object] = Field(default_factory=dict)
 
 

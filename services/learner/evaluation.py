@@ -46,7 +46,7 @@ class Evaluation:
         ]
 
     def metrics(self, threshold: float) -> dict[str, float]:
-        """pass@1 with its 95 % Wilson interval, pass@k, and the mean reward, under eval/<mode>/…
+        """pass@1 and the mean reward with 95 % intervals (Wilson's; normal over prompts), pass@k, under eval/<mode>/…
 
         A dead prompt counts as not passed; how many there were is a metric of its own.
         """
@@ -58,12 +58,15 @@ class Evaluation:
         total = len(correct)
         share = sum(correct) / (total * k) if total else math.nan
         low, high = wilson(share, total)
-        values = [reward for rewards in self.rewards.values() for reward in rewards]
+        means = [sum(rewards) / len(rewards) for rewards in self.rewards.values() if rewards]
+        reward, half = mean_interval(means)
         found = {
             "pass@1": share,
             "pass@1_low": low,
             "pass@1_high": high,
-            "reward": sum(values) / len(values) if values else math.nan,
+            "reward": reward,
+            "reward_low": reward - half,
+            "reward_high": reward + half,
             "prompts": float(total),
             "dead": float(len(self.dead)),
             "other_version": float(self.other_version),
@@ -71,6 +74,18 @@ class Evaluation:
         if k > 1:
             found[f"pass@{k}"] = sum(count > 0 for count in correct) / total
         return {f"eval/{self.mode}/{name}": value for name, value in found.items()}
+
+
+def mean_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float]:
+    """The mean of independent values and half the width of its normal interval; nan where there are too few."""
+    count = len(values)
+    if not count:
+        return math.nan, math.nan
+    mean = sum(values) / count
+    if count < 2:
+        return mean, math.nan
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    return mean, z * math.sqrt(variance / count)
 
 
 def wilson(share: float, total: int, z: float = 1.96) -> tuple[float, float]:

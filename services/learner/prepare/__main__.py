@@ -38,9 +38,6 @@ def main() -> int:
 
 
 def _prepare(recipe: Recipe, out: Path) -> None:
-    from services.learner.prepare.rows import examples
-    from services.learner.prepare.sft import SftSettings, prepare_sft
-
     if (out / "config.json").is_file():
         log.info("%s is already there", out)
         return
@@ -49,11 +46,27 @@ def _prepare(recipe: Recipe, out: Path) -> None:
             f"the recipe has no `prepare` section, and {out} has no model; add the section, or correct model.path"
         )
     try:
-        settings = SftSettings.model_validate(recipe.prepare.params)
+        _PREPARE[recipe.prepare.kind](recipe, recipe.prepare.params, out)
     except ValidationError as error:
         raise ConfigError(f"prepare.params: {error}") from None
+
+
+def _prepare_sft(recipe: Recipe, params: dict[str, object], out: Path) -> None:
+    from services.learner.prepare.rows import examples
+    from services.learner.prepare.sft import SftSettings, prepare_sft
+
+    settings = SftSettings.model_validate(params)
     train, heldout = examples(recipe.data)
     prepare_sft(settings, train=train, heldout=heldout, out=out)
+
+
+def _prepare_gguf(recipe: Recipe, params: dict[str, object], out: Path) -> None:
+    from services.learner.prepare.gguf import GgufSettings, prepare_gguf
+
+    prepare_gguf(GgufSettings.model_validate(params), out=out)
+
+
+_PREPARE = {"sft": _prepare_sft, "gguf": _prepare_gguf}
 
 
 if __name__ == "__main__":

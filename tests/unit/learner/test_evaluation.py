@@ -49,6 +49,10 @@ def test_results_count_dead_prompts_as_not_passed(evaluator):
     assert metrics["eval/sampled/pass@1"] == pytest.approx(3 / 8)
     assert metrics["eval/sampled/pass@2"] == pytest.approx(2 / 4)
     assert metrics["eval/sampled/dead"] == 1
+    assert metrics["eval/sampled/reward"] == pytest.approx(0.5)
+    half = metrics["eval/sampled/reward_high"] - 0.5
+    assert half == pytest.approx(1.96 * 0.5 / math.sqrt(3)), "of the three prompts' means 0.5, 1, 0"
+    assert metrics["eval/sampled/reward_low"] == pytest.approx(0.5 - half)
 
 
 def test_unanswered_tasks_are_known(evaluator):
