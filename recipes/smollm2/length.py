@@ -10,7 +10,7 @@ TEMPLATES = (
     "How would you describe {} to a child?",
     "What should I know about {}?",
 )
-THINGS = (
+_LISTED = (
     "bread, rain, the moon, a violin, winter, chess, honey, a bicycle, the sea, coffee, gravity, a library, "
     "football, a volcano, tea, a garden, gold, a dream, electricity, a bridge, wool, the heart, a map, cheese, "
     "a forest, photography, salt, a robot, the internet, a horse, painting, ice, a clock, chocolate, a desert, "
@@ -18,7 +18,8 @@ THINGS = (
     "dancing, a mirror, paper, wind, an island, soup, a telescope, friendship, rice, a castle, thunder, a cat, "
     "running, a window, olive oil, a festival, snow, a doctor, cotton, a lighthouse, music, an apple, a market, "
     "swimming, copper, a whale, spring, a novel, a kite, clay, a wedding, oxygen, an owl, a farm, cinnamon, fire"
-).split(", ")
+)
+THINGS = _LISTED.split(", ")
 HELDOUT_THINGS = 20
 
 
