@@ -12,6 +12,7 @@ from offbeat.errors import ConfigError
 FIXED = {
     "run.seed": "it decides the order of the data",
     "model.path": "the state belongs to that model",
+    "learner.lora": "the state belongs to that adapter",
     "data.train": "ordinals would mean other prompts",
     "data.shuffle": "ordinals would mean other prompts",
     "data.prompt": "ordinals would mean other prompts",

@@ -13,12 +13,17 @@ def export(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="DIR", help="Where to. Default: `export` in the run's folder."
+            "--out",
+            metavar="DIR",
+            help="Where to. Default: `export`, or `adapter`, in the run's folder.",
         ),
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The LoRA adapter alone, as PEFT and vLLM load it.")
+    ] = False,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Write the newest policy of a run as a folder that transformers loads."""
+    """Write the newest policy of a run as a folder that transformers loads, a LoRA adapter merged into it."""
     import sys
 
     from offbeat.errors import ProcessFailed
@@ -28,11 +33,13 @@ def export(
     from offbeat.local.supervisor import describe_exit
 
     folder = find_run(run, runs)
-    target = (out or folder / "export").resolve()
-    module = [sys.executable, "-m", "services.learner.export"]
+    target = (out or folder / ("adapter" if adapter else "export")).resolve()
+    command = [sys.executable, "-m", "services.learner.export"]
+    command += ["--run", str(folder), "--out", str(target)]
+    command += ["--adapter"] if adapter else []
 
     async def call() -> int:
-        child = await Child.start([*module, "--run", str(folder), "--out", str(target)])
+        child = await Child.start(command)
         try:
             return await child.wait()
         finally:
@@ -42,4 +49,4 @@ def export(
     code = run_until_signalled(call(), lambda _: None)
     if code != 0:
         raise ProcessFailed(f"the export of {folder} failed with {describe_exit(code)}; see above")
-    print(f"the model is in {target}")
+    print(f"the {'adapter' if adapter else 'model'} is in {target}")

@@ -65,6 +65,46 @@ class BatchingSettings(Settings):
     bucket_by_length: bool = Field(True, description="Put completions of like length together.")
 
 
+class LoraSettings(Settings):
+    """LoRA instead of training every weight. Versions, checkpoints and `best` then hold the adapter alone."""
+
+    r: int | None = Field(None, ge=1, description="Rank; null: 16, or that of `adapter`.")
+    alpha: float | None = Field(
+        None, gt=0, description="The update is alpha / r * B A; null: 2 r, or that of `adapter`."
+    )
+    target_modules: list[str] | Literal["all-linear"] | None = Field(
+        None,
+        description="Names of linear layers, such as q_proj; null: all-linear (not the head), or those of `adapter`.",
+    )
+    adapter: str | None = Field(
+        None, description="PEFT adapter folder to go on from; null: a new adapter."
+    )
+
+    @property
+    def rank(self) -> int:
+        """Rank of a new adapter."""
+        return self.r or 16
+
+    @property
+    def scale(self) -> float:
+        """Alpha of a new adapter."""
+        return self.alpha or 2.0 * self.rank
+
+    @property
+    def modules(self) -> list[str] | str:
+        """Layers of a new adapter."""
+        return self.target_modules or "all-linear"
+
+    @model_validator(mode="after")
+    def _adapter_says_all(self) -> "LoraSettings":
+        given = [n for n in ("r", "alpha", "target_modules") if getattr(self, n) is not None]
+        if self.adapter is not None and given:
+            raise ValueError(
+                f"{', '.join(given)} would have no effect: adapter has its own; remove one of them"
+            )
+        return self
+
+
 class LearnerCheckpointSettings(Settings):
     """When the learner saves itself. Entries of a cohort are settled once a checkpoint contains its step."""
 
@@ -83,6 +123,7 @@ class LearnerSettings(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     batching: BatchingSettings = BatchingSettings()
     checkpoints: LearnerCheckpointSettings = LearnerCheckpointSettings()
+    lora: LoraSettings | None = Field(None, description="null: every weight is trained.")
     reference: str | None = Field(
         None, description="Folder of the reference model; null: the policy as it was at the start."
     )

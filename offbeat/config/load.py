@@ -104,6 +104,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
     places = [
         (tree.get("model"), "path"),
         (tree.get("learner"), "reference"),
+        (_lora(tree.get("learner")), "adapter"),
         (_gguf_file(tree.get("prepare")), "file"),
         *((source, "path") for source in _sources(tree.get("data"))),
         *((function, "path") for function in _functions(tree.get("reward"))),
@@ -124,6 +125,10 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
             continue
         # A folder that isn't there yet (a model still to be prepared) has its place all the same.
         node[key] = str((folder / value).resolve()) + separator + attribute
+
+
+def _lora(learner: Any) -> Any:
+    return learner.get("lora") if isinstance(learner, dict) else None
 
 
 def _gguf_file(prepare: Any) -> Any:

@@ -191,6 +191,7 @@ class Manifest(_message.Message):
     PARITY_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the version belongs to."""
     version: _builtins.int
@@ -219,6 +220,8 @@ class Manifest(_message.Message):
     """Milliseconds since 1970 when the version was committed."""
     digest: _builtins.bytes
     """BLAKE3-256 of the manifest itself, computed with this field empty."""
+    adapter_config: _builtins.str
+    """For an adapter: its PEFT configuration (adapter_config.json). The tensors have the names of a PEFT adapter file."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """All tensors, in the order of their offsets, without gaps."""
@@ -246,10 +249,11 @@ class Manifest(_message.Message):
         parity: Global___ParityCheck | None = ...,
         created_unix_ms: _builtins.int = ...,
         digest: _builtins.bytes = ...,
+        adapter_config: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template_hash", b"chat_template_hash", "created_unix_ms", b"created_unix_ms", "digest", b"digest", "kind", b"kind", "parent", b"parent", "parity", b"parity", "publish_id", b"publish_id", "run_id", b"run_id", "step", b"step", "tensors", b"tensors", "term", b"term", "tokenizer_hash", b"tokenizer_hash", "total_bytes", b"total_bytes", "update", b"update", "version", b"version", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_config", b"adapter_config", "chat_template_hash", b"chat_template_hash", "created_unix_ms", b"created_unix_ms", "digest", b"digest", "kind", b"kind", "parent", b"parent", "parity", b"parity", "publish_id", b"publish_id", "run_id", b"run_id", "step", b"step", "tensors", b"tensors", "term", b"term", "tokenizer_hash", b"tokenizer_hash", "total_bytes", b"total_bytes", "update", b"update", "version", b"version", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
 """Weights that a receiver has fetched and verified, ready to be loaded by an engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,13 @@ class StagedWeights:
 
     path: Path
     manifest: checkpoint.Manifest
+    merged: Sequence[checkpoint.TensorSpec] | None = None
+    """What the file holds when that is not what was sent: an adapter was added to the weights that it is for."""
+
+    @property
+    def tensors(self) -> Sequence[checkpoint.TensorSpec]:
+        """What the file holds."""
+        return self.manifest.tensors if self.merged is None else self.merged
 
     @property
     def version(self) -> int:

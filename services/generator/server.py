@@ -140,11 +140,23 @@ def _worker(
         await server.health.set_alive(alive)
         await server.health.set_ready(ready)
 
-    stager = Stager(client, folders, on_change=lambda: worker.wake())
+    merger = None
+    if recipe.learner.lora is not None and engine.computes_policy:
+        from services.generator.merging import AdapterMerger
+
+        merger = AdapterMerger(recipe.model.path, recipe.model.dtype)
+    stager = Stager(client, folders, on_change=lambda: worker.wake(), merger=merger)
     worker = Worker(
         streams,
         engine,
-        Updater(engine, stager, client, recipe.generator, counters),
+        Updater(
+            engine,
+            stager,
+            client,
+            recipe.generator,
+            counters,
+            tolerance=recipe.parity_tolerance,
+        ),
         stager,
         recipe.generator,
         counters,

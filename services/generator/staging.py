@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -25,13 +26,30 @@ RETRY_SECONDS = 1.0
 PREFIX = "offbeat-staging-"
 
 
+class Merger(Protocol):
+    """Makes whole weights of an adapter; see `merging`."""
+
+    @property
+    def merged_bytes(self) -> int:
+        """Room that the whole weights take."""
+
+    def merge(self, weights: StagedWeights) -> StagedWeights:
+        """The whole weights, staged."""
+
+
 class Stager:
     """Newest version announced, and the staged one. `on_change` is called when either changes."""
 
     def __init__(
-        self, client: CheckpointClient, folders: "StagingFolders", on_change: Callable[[], None]
+        self,
+        client: CheckpointClient,
+        folders: "StagingFolders",
+        on_change: Callable[[], None],
+        *,
+        merger: Merger | None = None,
     ) -> None:
         self._client = client
+        self._merger = merger
         self._folders = folders
         self._on_change = on_change
         self._wake = asyncio.Event()
@@ -72,9 +90,15 @@ class Stager:
             self.staged = None
 
     async def fetch(self, version: int) -> StagedWeights:
-        """Fetches a version in full, now. Raises what `CheckpointClient.stage` raises."""
-        folder = self._folders.choose(self._sizes.get(version, 0))
-        return await self._client.stage(folder, version=version, deadline_seconds=FETCH_SECONDS)
+        """Fetches a version in full, now, and merges an adapter. Raises what `stage` and `merge` do."""
+        size = self._sizes.get(version, 0)
+        if self._merger is not None:
+            size = max(size, self._merger.merged_bytes)
+        folder = self._folders.choose(size)
+        weights = await self._client.stage(folder, version=version, deadline_seconds=FETCH_SECONDS)
+        if self._merger is None:
+            return weights
+        return await asyncio.to_thread(self._merger.merge, weights)
 
     async def watch(self) -> None:
         """Listens for new versions until cancelled. Raises `WeightsError` when the service refuses that."""

@@ -7,6 +7,8 @@ wrong can't be trained on.
 import asyncio
 import logging
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from offbeat.config.workers import GeneratorSettings
 from offbeat.errors import IntegrityError, OffbeatError
@@ -20,6 +22,34 @@ from services.generator.staging import Stager
 log = logging.getLogger(__name__)
 
 
+MEAN_SHARE = 0.1
+"""Of the tolerance, for the mean: rounding is worst where a token is improbable; another version moves all tokens."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the engine's log-probs are from the learner's, in nats."""
+
+    largest: float = 0.0
+    mean: float = 0.0
+
+    @classmethod
+    def of(cls, ours: Iterable[Sequence[float]], theirs: Iterable[Sequence[float]]) -> "Difference":
+        """Of log-probs, sequence by sequence; infinite when one is not a number."""
+        apart = [
+            abs(a - b)
+            for row, other in zip(ours, theirs, strict=True)
+            for a, b in zip(row, other, strict=True)
+        ]
+        if any(map(math.isnan, apart)):
+            return cls(math.inf, math.inf)
+        return cls(max(apart, default=0.0), sum(apart) / max(1, len(apart)))
+
+    def within(self, tolerance: float) -> bool:
+        """Whether this can be rounding."""
+        return self.largest <= tolerance and self.mean <= MEAN_SHARE * tolerance
+
+
 class Updater:
     """Loads versions into the engine, one at a time."""
 
@@ -30,7 +60,10 @@ class Updater:
         client: CheckpointClient,
         settings: GeneratorSettings,
         counters: Counters,
+        *,
+        tolerance: float,
     ) -> None:
+        self._tolerance = tolerance
         self._engine = engine
         self._stager = stager
         self._client = client
@@ -56,7 +89,7 @@ class Updater:
         version = weights.version
         manifest = weights.manifest
         report, difference = await self._load(weights)
-        passed = difference <= self._settings.parity_tolerance
+        passed = difference.within(self._tolerance)
         if not passed:
             self._counters.parity_failures += 1
             log.error(
@@ -65,17 +98,17 @@ class Updater:
                 self._compared(difference),
             )
             report, difference = await self._load(await self._stager.fetch(version))
-            if difference > self._settings.parity_tolerance:
+            if not difference.within(self._tolerance):
                 self._counters.parity_failures += 1
                 raise IntegrityError(
                     f"version {version} failed its parity check twice ({self._compared(difference)}): "
                     "engine and learner do not agree about the weights, so this generator leaves service. Do both "
-                    "use the same model folder? In bfloat16, generator.parity_tolerance may have to be raised"
+                    "use the same model folder and dtype? If it can only be rounding, raise generator.parity_tolerance"
                 )
         self._accept(manifest, report, difference)
         return passed
 
-    async def _load(self, weights: StagedWeights) -> tuple[LoadReport, float]:
+    async def _load(self, weights: StagedWeights) -> tuple[LoadReport, Difference]:
         report = await self._engine.load_weights(
             weights,
             weights.version,
@@ -86,46 +119,46 @@ class Updater:
         weights.discard()
         return report, difference
 
-    async def _parity_difference(self, manifest: checkpoint.Manifest) -> float:
-        """Largest difference to the learner's log-probs; infinite when one is not a number."""
+    async def _parity_difference(self, manifest: checkpoint.Manifest) -> Difference:
         if not self._engine.computes_policy:
-            return 0.0
+            return Difference()
         sequences = [list(sequence.token_ids) for sequence in manifest.parity.sequences]
         if not sequences:
             log.warning(
                 "version %d has no parity sequences: nothing checks its load", manifest.version
             )
-            return 0.0
+            return Difference()
         found = await self._engine.score_tokens(sequences)
-        difference = 0.0
-        for row, sequence in zip(found, manifest.parity.sequences, strict=True):
-            for ours, theirs in zip(row, sequence.logprobs, strict=True):
-                apart = abs(ours - theirs)
-                difference = max(difference, math.inf if math.isnan(apart) else apart)
-        return difference
+        return Difference.of(found, [s.logprobs for s in manifest.parity.sequences])
 
-    def _compared(self, difference: float) -> str:
-        return f"largest difference {difference:.3g}, allowed {self._settings.parity_tolerance:g}"
+    def _compared(self, found: Difference) -> str:
+        return (
+            f"largest difference {found.largest:.3g}, allowed {self._tolerance:g}; mean {found.mean:.3g}, "
+            f"allowed {MEAN_SHARE * self._tolerance:g}"
+        )
 
-    def _accept(self, manifest: checkpoint.Manifest, report: LoadReport, difference: float) -> None:
+    def _accept(
+        self, manifest: checkpoint.Manifest, report: LoadReport, difference: Difference
+    ) -> None:
         if manifest.weights_digest == self._digest:
             log.warning("version %d has the same weights as the one before", manifest.version)
         self._digest = manifest.weights_digest
         counters = self._counters
         counters.version = manifest.version
-        counters.parity_difference = difference
+        counters.parity_difference = difference.largest
         counters.updates_applied += 1
         counters.update_pause_seconds += report.pause_seconds
         counters.update_drain_seconds += report.drain_seconds
         self.trusted.set()
         log.info(
-            "version %d: paused %.0f ms, parity difference %.2g",
+            "version %d: paused %.0f ms, parity difference %.2g (mean %.2g)",
             manifest.version,
             1000 * report.pause_seconds,
-            difference,
+            difference.largest,
+            difference.mean,
         )
         # Serving does not wait for the checkpoint service to hear of it.
-        task = asyncio.create_task(self._confirm(manifest, report, difference))
+        task = asyncio.create_task(self._confirm(manifest, report, difference.largest))
         self._confirmations.add(task)
         task.add_done_callback(self._confirmations.discard)
 

@@ -255,7 +255,9 @@ def identity(recipe: Recipe, tokenizer: object) -> checkpoint.Manifest:
     template = getattr(tokenizer, "chat_template", None)
     return checkpoint.Manifest(
         run_id=recipe.run_id,
-        kind=checkpoint.WEIGHTS_KIND_FULL,
+        kind=checkpoint.WEIGHTS_KIND_FULL
+        if recipe.learner.lora is None
+        else checkpoint.WEIGHTS_KIND_ADAPTER,
         tokenizer_hash=hasher.digest(),
         chat_template_hash=blake3(str(template).encode()).digest() if template else b"",
     )

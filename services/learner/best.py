@@ -13,9 +13,11 @@ from services.learner.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
+ADAPTER_CONFIG = "adapter_config.json"
+
 
 class BestVersion:
-    """``<run>/best/`` is a model folder; ``best.json`` in it says which version it is, and how good.
+    """``<run>/best/`` is a model folder, in a LoRA run an adapter's; ``best.json`` in it says which version, how good.
 
     The metric is eval/greedy/pass@1 when evaluation is greedy, else eval/sampled/pass@1. Candidates wait in
     ``<run>/best/.candidates``.
@@ -35,6 +37,8 @@ class BestVersion:
         save_file(
             snapshot.tensors, self._candidates / f"{step}.safetensors", metadata={"format": "pt"}
         )
+        if snapshot.adapter_config is not None:
+            (self._candidates / ADAPTER_CONFIG).write_text(snapshot.adapter_config)
 
     def judge(self, step: int, version: int, metric: str, value: float) -> None:
         """The evaluation of a candidate is over: it becomes the best one, or goes."""
@@ -44,10 +48,12 @@ class BestVersion:
         if value <= self._value():
             candidate.unlink()
             return
-        for file in self._model_folder.iterdir():
+        config = self._candidates / ADAPTER_CONFIG
+        for file in [config] if config.exists() else self._model_folder.iterdir():
             if file.is_file() and file.suffix not in {".safetensors", ".bin", ".gguf"}:
                 shutil.copy(file, self._folder / file.name)
-        candidate.replace(self._folder / "model.safetensors")
+        name = "adapter_model.safetensors" if config.exists() else "model.safetensors"
+        candidate.replace(self._folder / name)
         said = {"step": step, "version": version, "metric": metric, "value": value}
         partial = self._folder / ".best.json"
         partial.write_text(json.dumps(said, indent=1))

@@ -246,7 +246,8 @@ class Loop:
         manifest.MergeFrom(self._identity)
         manifest.step, manifest.update = step, self._meta.update
         manifest.publish_id = f"{self._meta.term}-{step}"
-        manifest.parity.tolerance = self._recipe.generator.parity_tolerance
+        manifest.adapter_config = snapshot.adapter_config or ""
+        manifest.parity.tolerance = self._recipe.parity_tolerance
         for token_ids, logprobs in snapshot.parity:
             manifest.parity.sequences.add(token_ids=token_ids, logprobs=logprobs)
         whole, evaluate = step in {0, total}, self._evaluates(step)

@@ -11,16 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All tensors of the policy in the publish dtype, on the host, owned by the snapshot.
+    """All tensors of the policy, or of its adapter, in the publish dtype, on the host, owned by the snapshot.
 
     `tensors`: name as in the Hugging Face checkpoint -> contiguous CPU tensor; tied embeddings
     stand there once, as in that checkpoint (no `lm_head.weight`). Empty on ranks other than 0.
+    Those of an adapter have the names of a PEFT adapter file; `adapter_config` is its configuration, as JSON.
     `parity`: sequences, and for each log pi (temperature 1) of its tokens 1 .. n-1.
     """
 
     tensors: dict[str, Tensor]
     updates: int
     parity: list[tuple[list[int], list[float]]]
+    adapter_config: str | None = None
 
     def raw(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
         """(name, dtype such as "bfloat16", shape, little-endian bytes, not copied) of each tensor.

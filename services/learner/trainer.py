@@ -6,7 +6,8 @@ on rank 0 only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from offbeat.config import Recipe
 from offbeat.errors import CheckpointError
-from services.learner import metrics, state
+from services.learner import lora, metrics, state
 from services.learner.batching import (
     Group,
     MicroBatch,
@@ -66,6 +67,7 @@ class Trainer:
         self._loss = build_loss(self._settings.loss)
         join(rank, world, rendezvous)
         self._device = device_of(rank)
+        self._adapter: lora.Adapter | None = None
         self._engine = self._build_engine()
         self._reference = self._build_reference()
         self._updates = 0
@@ -103,21 +105,21 @@ class Trainer:
         return self._metrics(step)
 
     def snapshot(self, parity_sequences: Sequence[Sequence[int]] = ()) -> Snapshot:
-        """Host copies of all parameters (rank 0) and the log-probs of the sequences under them."""
+        """Host copies of the trained parameters (rank 0) and the log-probs of the sequences under them."""
         sequences = [list(sequence) for sequence in parity_sequences]
-        parity = self.parity_logprobs(sequences)
-        tensors: dict[str, Tensor] = {}
+        parity = list(zip(sequences, self.parity_logprobs(sequences), strict=False))
+        if self._adapter is not None:
+            tensors = self._host_copies(self._engine.parameters())
+            named = {lora.saved_name(name): tensor for name, tensor in tensors.items()}
+            return Snapshot(named, self._updates, parity, self._adapter.config_json)
         model = self._engine.scorer.model
-        for name, parameter in model.named_parameters():
-            with self._engine.gathered(parameter):
-                if self._rank == 0:
-                    tensors[name] = _host_copy(parameter)
+        tensors = self._host_copies(model.named_parameters())
         if self._rank == 0:
             saved = model.state_dict().keys()
             tensors |= {n: _host_copy(b) for n, b in model.named_buffers() if n in saved}
             # What transformers renames or fuses when it loads a model, it undoes here.
             tensors = revert_weight_conversion(model, tensors)
-        return Snapshot(tensors, self._updates, list(zip(sequences, parity, strict=False)))
+        return Snapshot(tensors, self._updates, parity)
 
     def parity_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each sequence: log pi at temperature 1 of tokens 1 .. n-1, forward pass in the model's dtype."""
@@ -162,12 +164,19 @@ class Trainer:
         self._updates = int(state.read(folder, self._engine)["updates"])
 
     def export(self, folder: Path) -> None:
-        """Writes a model folder (safetensors, config, tokenizer) that transformers loads; rank 0 writes."""
+        """Writes a model folder (safetensors, config, tokenizer) that transformers loads; rank 0 writes.
+
+        An adapter is merged into it, and written as it is to the folder's neighbour `adapter`.
+        """
         snapshot = self.snapshot()
+        source, dtype = Path(self._recipe.model.path), self._recipe.model.dtype
         try:
             if self._rank == 0:
-                source = Path(self._recipe.model.path)
-                write_model(snapshot.tensors, source, folder, self._recipe.model.dtype)
+                tensors, config = snapshot.tensors, snapshot.adapter_config
+                if config is not None:
+                    lora.write_adapter(tensors, config, folder.parent / "adapter")
+                    tensors = lora.merged(source, config, tensors, dtype)
+                write_model(tensors, source, folder, dtype)
         except OSError as error:
             raise CheckpointError(
                 f"can't write the model to {folder}: {error}; free space or choose another folder"
@@ -181,6 +190,14 @@ class Trainer:
 
     def _build_engine(self) -> Engine:
         model = load_policy(self._recipe.model.path, dtype=self._recipe.model.dtype)
+        if self._settings.lora is not None:
+            self._adapter = lora.add_adapter(
+                model,
+                self._settings.lora,
+                seed=self._recipe.run.seed,
+                base=self._recipe.model.path,
+                with_start=self._adapter_is_reference,
+            )
         if self._settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return Engine(TokenScorer(model), self._settings, self._recipe.model.dtype, self._device)
@@ -188,9 +205,17 @@ class Trainer:
     def _build_reference(self) -> TokenScorer | None:
         if not self._loss.needs_reference:
             return None
+        if self._adapter_is_reference:
+            return self._engine.scorer
         folder = self._settings.reference or self._recipe.model.path
         model = load_policy(folder, dtype=self._recipe.model.dtype)
         return TokenScorer(model).to(self._device).eval().requires_grad_(False)
+
+    @property
+    def _adapter_is_reference(self) -> bool:
+        """Whether the reference is the policy's own base, or the adapter that it started with."""
+        given = self._settings.reference is not None
+        return self._settings.lora is not None and self._loss.needs_reference and not given
 
     # ---- log-probs that stay fixed during a step
 
@@ -198,7 +223,11 @@ class Trainer:
         if self._reference is None:
             return None
         given = batch.flat_references()
-        return self._score(self._reference, batch, batch.used_rows()) if given is None else given
+        if given is not None:
+            return given
+        shared = self._adapter if self._reference is self._engine.scorer else None
+        with shared.reference() if shared is not None else nullcontext():
+            return self._score(self._reference, batch, batch.used_rows())
 
     def _fix_old_logprobs(self, step: StepState) -> None:
         """pi_old for the whole step; with a single update it is the policy of that update itself."""
@@ -323,6 +352,15 @@ class Trainer:
         return learning_rate(self._updates, total, self._settings.optimizer)
 
     # ---- small parts
+
+    def _host_copies(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Whole parameters by name, on rank 0; nothing elsewhere."""
+        tensors = {}
+        for name, parameter in parameters:
+            with self._engine.gathered(parameter):
+                if self._rank == 0:
+                    tensors[name] = _host_copy(parameter)
+        return tensors
 
     def _share(self, batch: StepBatch, units: Sequence[Unit]) -> Share:
         """This rank's micro-batches."""

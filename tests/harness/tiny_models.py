@@ -83,6 +83,25 @@ def tensors_of(model: Any, *, skip: str = "") -> list[tuple[str, str, Sequence[i
     ]
 
 
+def stage_adapter(peft_model: Any, folder: Path, version: int) -> StagedWeights:
+    """The adapter of a PEFT model as a receiver has it after a fetch."""
+    import json
+
+    from peft import get_peft_model_state_dict
+
+    tensors = [
+        (name, str(t.dtype).removeprefix("torch."), list(t.shape), t.detach().numpy().tobytes())
+        for name, t in get_peft_model_state_dict(peft_model).items()
+    ]
+    manifest: checkpoint.Manifest = describe(tensors)
+    manifest.version = version
+    manifest.kind = checkpoint.WEIGHTS_KIND_ADAPTER
+    manifest.adapter_config = json.dumps(peft_model.peft_config["default"].to_dict(), default=list)
+    path = folder / f"v{version}.bin"
+    path.write_bytes(b"".join(data for *_, data in tensors))
+    return StagedWeights(path, manifest)
+
+
 def stage(model: Any, folder: Path, version: int, *, skip: str = "") -> StagedWeights:
     """The model's weights as a receiver has them after a fetch."""
     tensors = tensors_of(model, skip=skip)

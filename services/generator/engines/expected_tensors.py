@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.errors import ModelError, WeightsError
-from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.weights.staged import StagedWeights
 
 Shape = tuple[int, ...]
 
@@ -35,9 +35,14 @@ class ExpectedTensors:
         tied = set(getattr(model, "_tied_weights_keys", None) or ()) if _ties(config) else set()
         return cls(shapes, frozenset(tied))
 
-    def check(self, manifest: checkpoint.Manifest) -> None:
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors, tied ones included."""
+        return frozenset(self._shapes)
+
+    def check(self, weights: StagedWeights) -> None:
         """Raises `WeightsError` naming what is missing, unknown, or of another shape."""
-        found = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
+        found = {spec.name: tuple(spec.shape) for spec in weights.tensors}
         missing = sorted(self._shapes.keys() - self._optional - found.keys())
         unknown = sorted(found.keys() - self._shapes.keys())
         reshaped = [
@@ -56,7 +61,7 @@ class ExpectedTensors:
         ]
         if problems:
             raise WeightsError(
-                f"version {manifest.version} is not of the model in model.path: {'; '.join(problems)}. "
+                f"version {weights.version} is not of the model in model.path: {'; '.join(problems)}. "
                 "Learner and generator must use the same model folder"
             )
 

@@ -14,12 +14,12 @@ TensorEntry = tuple[str, str, Sequence[int], int]
 
 
 def entries(weights: StagedWeights) -> list[TensorEntry]:
-    """What `mapped_tensors` needs of the manifest, as plain values."""
-    return [(s.name, s.dtype, list(s.shape), s.offset) for s in weights.manifest.tensors]
+    """What `mapped_tensors` needs of them, as plain values."""
+    return [(s.name, s.dtype, list(s.shape), s.offset) for s in weights.tensors]
 
 
 def staged_tensors(weights: StagedWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of each entry of the manifest."""
+    """Name and tensor of each."""
     return mapped_tensors(weights.path, entries(weights))
 
 

@@ -94,7 +94,7 @@ class TransformersLoopEngine(Engine):
         return sequence.completion()
 
     def _check(self, weights: StagedWeights) -> None:
-        self._expected.check(weights.manifest)
+        self._expected.check(weights)
 
     async def _swap(self, weights: StagedWeights, version: int, *, drop_kv: bool) -> float:
         # Held until the version is set, so that no step runs without one.

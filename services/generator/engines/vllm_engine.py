@@ -308,7 +308,7 @@ class VllmAsyncEngine(Engine):
         return [*scores, output.outputs[0].logprobs[0][last].logprob]
 
     def _check(self, weights: StagedWeights) -> None:
-        self._expected.check(weights.manifest)
+        self._expected.check(weights)
 
     async def _swap(self, weights: StagedWeights, version: int, *, drop_kv: bool) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

@@ -6,6 +6,7 @@ Both engines pass the same tests, each with tied and with untied embeddings.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,14 @@ from offbeat.config.recipe import ModelSettings
 from offbeat.config.workers import TransformersEngine, VllmEngine
 from offbeat.errors import EngineError, WeightsError
 from services.generator.engines import Engine, GenerationRequest, PromptTooLong, create_engine
-from tests.harness.tiny_models import make_tiny_model, perturb, reference_logprobs, stage
+from services.generator.merging import AdapterMerger
+from tests.harness.tiny_models import (
+    make_tiny_model,
+    perturb,
+    reference_logprobs,
+    stage,
+    stage_adapter,
+)
 
 # Two vLLM processes are started; on a busy machine that takes a while.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -233,6 +241,45 @@ async def test_progress_grows_only_with_work(loaded: Loaded) -> None:
     assert loaded.engine.progress() == before
     await loaded.engine.generate(request(ignore_eos=True, max_tokens=20))
     assert loaded.engine.progress() >= before + 20
+
+
+async def test_merged_adapters_are_what_peft_computes(loaded: Loaded) -> None:
+    """Five versions of an adapter, none of them skipped; a running completion goes on over them."""
+    import peft
+    import torch
+
+    base = loaded.folder / "base"
+    loaded.model.save_pretrained(base)
+    merger = AdapterMerger(str(base), "float32")
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(copy.deepcopy(loaded.model), config).eval()
+    running = asyncio.create_task(
+        loaded.engine.generate(request(max_tokens=CONTEXT, ignore_eos=True, temperature=1.0))
+    )
+    await steps(loaded.engine, 2)
+    versions = [loaded.version]
+    for update in range(5):
+        torch.manual_seed(update)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.05)
+        expected = reference_logprobs(adapted, PARITY)
+        assert largest_difference(await loaded.engine.score_tokens(PARITY), expected) > MOVED
+        loaded.version += 1
+        sent = stage_adapter(adapted, loaded.folder, loaded.version)
+        whole = merger.merge(sent)
+        assert not sent.path.exists()
+        assert whole.path.stat().st_size > 3 * sent.manifest.total_bytes
+        assert whole.path.stat().st_size <= merger.merged_bytes
+        await loaded.engine.load_weights(whole, loaded.version)
+        whole.discard()
+        versions.append(loaded.version)
+        found = await loaded.engine.score_tokens(PARITY)
+        assert largest_difference(found, expected) < TOLERANCE
+    spans = (await running).version_spans
+    assert [version for version, _ in spans] == versions[: len(spans)]
+    assert len(spans) > 1
+    await loaded.update()
 
 
 async def test_weights_of_another_model_are_refused_while_the_engine_serves(loaded: Loaded) -> None:

@@ -99,3 +99,15 @@ def test_settings_are_frozen(minimal):
     with pytest.raises(ValueError, match="frozen"):
         recipe.schedule.steps = 3
     assert yaml.safe_load(dump_recipe(recipe))["schedule"]["steps"] == 10
+
+
+def test_lora_settings_are_those_of_a_new_adapter_or_of_a_folder(minimal):
+    new = load_recipe(minimal, ["learner.lora.r=8"]).learner.lora
+    assert (new.rank, new.scale, new.modules) == (8, 16.0, "all-linear")
+    assert load_recipe(minimal, ["learner.lora={}"]).learner.lora.rank == 16
+    started = load_recipe(minimal, ["learner.lora.adapter=before"]).learner.lora
+    assert started.adapter == str(minimal.parent / "before")
+    with pytest.raises(ConfigError, match="alpha would have no effect"):
+        load_recipe(minimal, ["learner.lora={adapter: before, alpha: 3}"])
+    with pytest.raises(ConfigError, match=r"learner\.lora\.dropout: unknown key"):
+        load_recipe(minimal, ["learner.lora.dropout=0.1"])
