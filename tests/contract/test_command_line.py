@@ -12,7 +12,7 @@ COMMANDS = {
     "prepare": ["RECIPE", "--set"],
     "status": ["RUN", "--json", "--watch", "--runs"],
     "audit": ["RUN", "--runs", "--json"],
-    "export": ["RUN", "--out", "--runs"],
+    "export": ["RUN", "--out", "--adapter", "--runs"],
     "doctor": ["--deep"],
 }
 
