@@ -24,11 +24,30 @@ class RpcSettings(Settings):
     drain_seconds: float = Field(20.0, gt=0, description="Time given to work under way on SIGTERM.")
 
 
+class SamplesSettings(Settings):
+    """Which completions are kept as text in the run's folder (samples.jsonl), for people to read."""
+
+    groups_per_step: int = Field(4, ge=0, description="Trained groups kept of each step.")
+    evaluation_prompts: int = Field(
+        64, ge=0, description="Prompts kept of each evaluation: its first ones."
+    )
+    max_characters: int = Field(
+        4000, gt=0, description="Longer prompts and completions are cut there."
+    )
+    max_mb: int = Field(
+        16, gt=0, description="Largest file, MiB; a larger one is thinned out to half of it."
+    )
+
+
 class TelemetrySettings(Settings):
-    """Logs and metrics."""
+    """Logs, metrics, samples."""
 
     log_format: Literal["human", "json"] = "human"
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    tensorboard: bool = Field(
+        True, description="Write TensorBoard event files. metrics.jsonl is written always."
+    )
+    samples: SamplesSettings = SamplesSettings()
 
 
 class RedisSettings(Settings):

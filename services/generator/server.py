@@ -14,6 +14,7 @@ from offbeat.errors import ConfigError, OffbeatError
 from offbeat.rpc import RpcServer, terminated
 from offbeat.rpc.entry import run_folder, write_address
 from offbeat.streams.redis import RedisWorkerStreams
+from offbeat.telemetry.activity import Activity
 from offbeat.telemetry.metrics import start_metrics
 from offbeat.v1 import generator_pb2_grpc
 from offbeat.weights.client import CheckpointClient
@@ -40,6 +41,7 @@ async def serve(recipe: Recipe) -> None:
     generator_id = f"{socket.gethostname()}-{os.getpid()}"
     settings = recipe.generator
     engine = create_engine(settings.engine, recipe.model, threads=settings.threads)
+    activity = Activity.open(run_folder(recipe), "generator", generator_id)
     counters = Counters()
     servicer = GeneratorServicer(
         engine,
@@ -62,7 +64,9 @@ async def serve(recipe: Recipe) -> None:
             redis_url, recipe.run_id, "generator", generator_id, recipe.redis
         )
         try:
-            worker = _worker(recipe, engine, client, streams, folders, counters, server, identity)
+            worker = _worker(
+                recipe, engine, client, streams, folders, counters, server, identity, activity
+            )
             servicer.worker = worker
             await _run(worker, stop)
         finally:
@@ -70,6 +74,7 @@ async def serve(recipe: Recipe) -> None:
             await _leave(streams)
             await client.close()
             folders.remove()
+            activity.close()
             await engine.stop()
 
 
@@ -135,6 +140,7 @@ def _worker(
     counters: Counters,
     server: RpcServer,
     identity: Identity,
+    activity: Activity,
 ) -> Worker:
     async def tell(alive: bool, ready: bool) -> None:
         await server.health.set_alive(alive)
@@ -156,6 +162,7 @@ def _worker(
             recipe.generator,
             counters,
             tolerance=recipe.parity_tolerance,
+            activity=activity,
         ),
         stager,
         recipe.generator,
@@ -165,6 +172,7 @@ def _worker(
         beat_seconds=recipe.redis.beat_seconds,
         group_seconds=recipe.schedule.group_deadline_seconds,
         on_health=tell,
+        activity=activity,
     )
     return worker
 

@@ -7,7 +7,9 @@ import asyncio
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +39,16 @@ class Merger(Protocol):
         """The whole weights, staged."""
 
 
+@dataclass(frozen=True)
+class StageTimes:
+    """What it took to have the last claimed version at hand, in seconds."""
+
+    fetch_seconds: float = 0.0
+    """From the request to the verified file."""
+    staged_seconds: float = 0.0
+    """It lay ready, and the generator was not yet free to load it."""
+
+
 class Stager:
     """Newest version announced, and the staged one. `on_change` is called when either changes."""
 
@@ -57,8 +69,11 @@ class Stager:
         self._gone: set[int] = set()
         self._pinned = 0
         self._held = 0
+        self._fetch_seconds = 0.0
+        self._staged_at = 0.0
         self.announced = 0
         self.staged: StagedWeights | None = None
+        self.times = StageTimes()
 
     @property
     def target(self) -> int:
@@ -80,6 +95,7 @@ class Stager:
         assert self.staged is not None
         weights, self.staged = self.staged, None
         self._held = weights.version
+        self.times = StageTimes(self._fetch_seconds, time.monotonic() - self._staged_at)
         self._wake.set()
         return weights
 
@@ -122,6 +138,7 @@ class Stager:
     async def _stage(self, version: int) -> bool:
         """Stages a version; False when it should be tried again later."""
         self.drop()
+        began = time.monotonic()
         try:
             self.staged = await self.fetch(version)
         except NoRoom:
@@ -135,6 +152,8 @@ class Stager:
                 return False
             # An older one that retention has removed; the newest will do, or the worker decides.
             self._gone.add(version)
+        self._staged_at = time.monotonic()
+        self._fetch_seconds = self._staged_at - began
         self._on_change()
         return True
 

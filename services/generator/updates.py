@@ -8,10 +8,11 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from offbeat.config.workers import GeneratorSettings
 from offbeat.errors import IntegrityError, OffbeatError
+from offbeat.telemetry.activity import Activity
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.weights.client import CheckpointClient
 from offbeat.weights.staged import StagedWeights
@@ -62,6 +63,7 @@ class Updater:
         counters: Counters,
         *,
         tolerance: float,
+        activity: Activity | None = None,
     ) -> None:
         self._tolerance = tolerance
         self._engine = engine
@@ -69,6 +71,7 @@ class Updater:
         self._client = client
         self._settings = settings
         self._counters = counters
+        self._activity = activity or Activity.none()
         self._digest = b""
         self._confirmations: set[asyncio.Task[None]] = set()
         self.trusted = asyncio.Event()
@@ -150,6 +153,7 @@ class Updater:
         counters.update_pause_seconds += report.pause_seconds
         counters.update_drain_seconds += report.drain_seconds
         self.trusted.set()
+        self._note(manifest, report, difference.largest)
         log.info(
             "version %d: paused %.0f ms, parity difference %.2g (mean %.2g)",
             manifest.version,
@@ -161,6 +165,18 @@ class Updater:
         task = asyncio.create_task(self._confirm(manifest, report, difference.largest))
         self._confirmations.add(task)
         task.add_done_callback(self._confirmations.discard)
+
+    def _note(self, manifest: checkpoint.Manifest, report: LoadReport, difference: float) -> None:
+        """What this update cost, for the report of the run."""
+        self._activity.note(
+            "update",
+            version=manifest.version,
+            step=manifest.step,
+            bytes=manifest.total_bytes,
+            parity_difference=difference,
+            **asdict(self._stager.times),
+            **asdict(report),
+        )
 
     async def _confirm(
         self, manifest: checkpoint.Manifest, report: LoadReport, difference: float

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from offbeat.config.workers import GeneratorSettings
 from offbeat.errors import DataError, EngineError, ServiceUnavailable
 from offbeat.streams.base import Delivery, Stream, WorkerStreams
+from offbeat.telemetry.activity import Activity
 from offbeat.v1 import samples_pb2 as samples
 from offbeat.weights.staged import StagedWeights
 from services.generator.counters import Counters
@@ -82,6 +83,7 @@ class Worker:
         beat_seconds: float,
         group_seconds: float,
         on_health: Callable[[bool, bool], Awaitable[None]],
+        activity: Activity | None = None,
     ) -> None:
         """`k` is the usual size of a group, `group_seconds` the longest time for one; `on_health` is told at each beat:
         alive, ready.
@@ -97,6 +99,7 @@ class Worker:
         self._beat_seconds = beat_seconds
         self._group_seconds = group_seconds
         self._on_health = on_health
+        self._activity = activity or Activity.none()
         self._watchdog = Watchdog(settings.stall_seconds)
         self._groups: dict[tuple[Stream, str], Group] = {}
         self._wake = asyncio.Event()
@@ -299,6 +302,11 @@ class Worker:
     def _count_groups(self) -> None:
         self._counters.groups_in_flight = len(self._groups)
         self._counters.set_waiting(not self._groups)
+        self._show_activity()
+
+    def _show_activity(self) -> None:
+        busy = "generate" if self._groups else "idle"
+        self._activity.enter("update" if self._swapping else busy)
 
     async def _cancel(self, groups: Iterable[Group]) -> None:
         works = [group.work for group in groups if group.work is not None]
@@ -344,6 +352,7 @@ class Worker:
             self._counters.update_hold_seconds += time.monotonic() - self._held_up_since
             self._held_up_since = None
         self._swapping = True
+        self._show_activity()
         weights = self._stager.claim()
         try:
             async with asyncio.timeout(SWAP_SECONDS):
@@ -355,6 +364,7 @@ class Worker:
             ) from error
         finally:
             self._swapping = False
+            self._show_activity()
         if not good:
             await self._restart_running()
         await self._announce()

@@ -32,8 +32,9 @@ from services.learner.data.sources import load_heldout, load_train
 from services.learner.evaluation import Evaluator
 from services.learner.loop import Loop
 from services.learner.model import check_model, load_tokenizer
-from services.learner.progress import Board, Controls, MetricsWriter
+from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks, follow
+from services.learner.recorder import Recorder
 from services.learner.service import SERVICE_NAME, LearnerServicer
 from services.learner.tasks import TaskMaker
 from services.learner.trainer import Trainer
@@ -86,7 +87,7 @@ def _run_first_rank(
 ) -> int:
     learner_id = f"{socket.gethostname()}-{os.getpid()}"
     controls = Controls()
-    writer = MetricsWriter(folder)
+    recorder = Recorder(recipe, folder, learner_id)
     _stop_on_signals(controls)
     with Background() as background:
         board = Board(total_steps=recipe.schedule.steps, event_loop=background.loop)
@@ -103,7 +104,7 @@ def _run_first_rank(
                     background,
                     board,
                     controls,
-                    writer,
+                    recorder,
                     checkpoints,
                     found,
                     learner_id,
@@ -119,7 +120,7 @@ def _run_first_rank(
             error = sys.exc_info()[1]
             if error is not None:
                 board.update(state=learner.LEARNER_STATE_FAILED, error=str(error) or repr(error))
-            writer.close()
+            recorder.close()
             background.call(server.stop(grace_seconds=2.0))
 
 
@@ -152,7 +153,7 @@ async def _prepare(
     background: Background,
     board: Board,
     controls: Controls,
-    writer: MetricsWriter,
+    recorder: Recorder,
     checkpoints: Checkpoints,
     found: Checkpoint | None,
     learner_id: str,
@@ -202,6 +203,7 @@ async def _prepare(
     coordinator.ledger.write(
         "start", term=meta.term, step=meta.step, parent=parent, max_lag=recipe.schedule.max_lag
     )
+    recorder.start(meta.term, meta.step)
     log.info("term %d starts at step %d of %d", meta.term, meta.step, recipe.schedule.steps)
     return Loop(
         recipe,
@@ -211,7 +213,7 @@ async def _prepare(
         coordinator=coordinator,
         board=board,
         controls=controls,
-        writer=writer,
+        recorder=recorder,
         checkpoints=checkpoints,
         meta=meta,
         identity=identity(recipe, tokenizer),

@@ -64,6 +64,9 @@ class Coordinator:
         self.on_evaluation: Callable[[Evaluation, dict[str, float]], None] = (
             lambda evaluation, metrics: None
         )
+        self.on_publish: Callable[[int, Publication, float], None] = (
+            lambda version, publication, seconds: None
+        )
         self._arrived = asyncio.Condition()
         self._publishing = asyncio.Lock()
         self._last_arrival = time.monotonic()
@@ -110,6 +113,7 @@ class Coordinator:
         given = publication.manifest
         given.term = self.term
         given.parent = max(self.cohorts.lineage.versions, default=0)
+        began = time.monotonic()
         async with self._publishing:
             reply = await self._weights.publish(
                 given, publication.buffers, deadline_seconds=PUBLISH_SECONDS
@@ -117,6 +121,7 @@ class Coordinator:
             version = reply.manifest.version
             self.cohorts.lineage.add(version, given.step, given.update)
         self._record("publish", version=version, parent=given.parent, step=given.step)
+        self.on_publish(version, publication, time.monotonic() - began)
         opened: list[samples.PromptTask] = []
         if evaluate and self._evaluator is not None:
             opened = self._evaluator.start(

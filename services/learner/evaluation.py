@@ -28,6 +28,8 @@ class Evaluation:
     tasks: list[samples.PromptTask]
     rewards: dict[int, list[float]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
+    kept: list[samples.ScoredRollout] = field(default_factory=list)
+    """Results of the first prompts, for people to read (telemetry.samples.evaluation_prompts)."""
     other_version: int = 0
     """Prompts that another version answered: the evaluation took longer than generators hold a swap."""
 
@@ -145,6 +147,8 @@ class Evaluator:
         )
         evaluation.other_version += any(span.version != evaluation.version for span in spans)
         evaluation.dead.discard(task.ordinal)
+        if task.ordinal < self._recipe.telemetry.samples.evaluation_prompts:
+            evaluation.kept.append(scored)
         return self._close_if_finished(evaluation)
 
     def add_dead(self, evaluation_id: str, ordinal: int) -> Evaluation | None:

@@ -27,8 +27,9 @@ from services.learner.coordinator import Coordinator, Publication, waiting_fract
 from services.learner.evaluation import GREEDY, SAMPLED, Evaluation
 from services.learner.export import write_card
 from services.learner.groups import lag_metrics, permuted, to_group
-from services.learner.progress import Board, Controls, MetricsWriter
+from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks
+from services.learner.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Loop:
         coordinator: Coordinator,
         board: Board,
         controls: Controls,
-        writer: MetricsWriter,
+        recorder: Recorder,
         checkpoints: Checkpoints,
         meta: Meta,
         identity: checkpoint.Manifest,
@@ -74,9 +75,12 @@ class Loop:
         self._background = background
         self.coordinator = coordinator
         coordinator.on_evaluation = self.on_evaluation
+        coordinator.on_publish = self._on_publish
+        ranks.tell_parts(recorder.on_part)
         self._board = board
         self._controls = controls
-        self._writer = writer
+        self._recorder = recorder
+        self._activity = recorder.activity
         self._checkpoints = checkpoints
         self._meta = meta
         self._identity = identity
@@ -121,9 +125,12 @@ class Loop:
         filtered = self._filtered(groups)
         kept = [group for group in groups if group.ordinal not in filtered]
         metrics = self._ranks.train_step(self._control(kept, step))
+        self._activity.enter("account")
         metrics |= lag_metrics(self.coordinator.cohorts, step, self._meta.update, scored)
         metrics |= self._reward_metrics(groups)
         self._account(step, gathered, filtered)
+        trained = [group for group in scored if group.rollout.task.ordinal not in filtered]
+        self._recorder.write_samples(self.coordinator.cohorts, self._meta.step, trained)
         self._parity = self._moved(groups) or self._parity
         self._publish()
         tokens = sum(len(sample.token_ids) for group in groups for sample in group.completions)
@@ -135,6 +142,7 @@ class Loop:
         """The next cohort; None when the run is to stop."""
         started = time.monotonic()
         self._board.update(state=learner.LEARNER_STATE_GATHERING)
+        self._activity.enter("wait")
         while True:
             if self._controls.stop.is_set():
                 return None
@@ -145,8 +153,10 @@ class Loop:
             if self._controls.paused:
                 if self._board.read().state != learner.LEARNER_STATE_PAUSED:
                     self._board.update(state=learner.LEARNER_STATE_PAUSED)
+                    self._activity.enter("pause")
                 time.sleep(0.1)
                 continue
+            self._activity.enter("wait")
             gathered = self._background.call(self.coordinator.cohort(POLL_SECONDS))
             waited = time.monotonic() - started
             self._clock.waiting += waited
@@ -237,6 +247,7 @@ class Loop:
 
     def _publish(self) -> None:
         """Takes a snapshot and publishes it in the background."""
+        self._activity.enter("publish")
         if self._publishing is not None:
             self._publishing.result()
         step, total = self._meta.step, self._recipe.schedule.steps
@@ -257,6 +268,10 @@ class Loop:
         self._publishing = self._background.start(
             self.coordinator.publish(publication, evaluate=evaluate, whole=whole)
         )
+
+    def _on_publish(self, version: int, publication: Publication, seconds: float) -> None:
+        manifest = publication.manifest
+        self._recorder.published(version, manifest.step, manifest.total_bytes, seconds)
 
     def _evaluates(self, step: int) -> bool:
         settings = self._recipe.evaluation
@@ -280,14 +295,15 @@ class Loop:
         now = time.monotonic()
         wall = now - self._reported_at
         self._reported_at = now
+        self._activity.enter("account")
         metrics |= {
             "time/step_seconds": wall,
             "time/work_seconds": seconds,
             "tokens_per_second": tokens / max(1e-9, wall),
             "wait/learner": self._clock.waiting_fraction(),
-            "version": float(max(self.coordinator.cohorts.lineage.versions, default=0)),
             "outstanding": float(self.coordinator.cohorts.outstanding),
         }
+        version = max(self.coordinator.cohorts.lineage.versions, default=0)
         members = self.coordinator.members
         if not self._generator_before:
             # The first step is the start of the count: loading an engine is no waiting.
@@ -303,11 +319,11 @@ class Loop:
         waiting = waiting_fraction(members, "generator", self._generator_before)
         if waiting is not None:
             metrics["wait/generator"] = waiting
-        self._writer.write(self._meta.step, metrics)
+        self._recorder.write_step(self._meta.step, version, metrics)
         self._board.update(
             step=self._meta.step,
             update=self._meta.update,
-            version=int(metrics["version"]),
+            version=version,
             outstanding=int(metrics["outstanding"]),
             metrics=metrics,
             counts=self._meta.counts,
@@ -319,7 +335,7 @@ class Loop:
             "evaluation %s at step %d: pass@1 %.3f",
             evaluation.mode, evaluation.step, metrics[f"eval/{evaluation.mode}/pass@1"],
         )  # fmt: skip
-        self._writer.write(evaluation.step, metrics)
+        self._recorder.write_evaluation(evaluation, metrics)
         settings = self._recipe.evaluation
         if settings is not None and evaluation.mode == (GREEDY if settings.greedy else SAMPLED):
             name = f"eval/{evaluation.mode}/pass@1"
@@ -350,6 +366,10 @@ class Loop:
 
     def _save(self) -> None:
         """Writes the state now, and commits it in the background."""
+        with self._activity.during("checkpoint"):
+            self._save_now()
+
+    def _save_now(self) -> None:
         if self._committing is not None:
             self._committing.result()
         if self._saved_step == self._meta.step:
@@ -390,11 +410,13 @@ class Loop:
         assert self._publishing is not None
         version = self._publishing.result()
         self._board.update(state=learner.LEARNER_STATE_EVALUATING, version=version)
+        self._activity.enter("evaluate")
         if self._recipe.evaluation is not None:
             self._await_evaluation(self._recipe.evaluation.timeout_seconds)
         if self._saved_step != self._meta.step:
             self._save()
         self._drain()
+        self._activity.enter("export")
         self._ranks.export(self._run_folder / "export")
         write_card(self._recipe, self._run_folder / "export", step=self._meta.step)
         if self.coordinator.ledger is not None:

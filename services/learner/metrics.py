@@ -6,7 +6,7 @@ Per-token values are flat arrays, as in `batching`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,15 +18,18 @@ Metrics = dict[str, float]
 
 
 class Clock:
-    """Adds up the seconds of the parts of a step."""
+    """Adds up the seconds of the parts of a step; `on_part` is told of each as it begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_part: Callable[[str], None] | None = None) -> None:
+        self._on_part = on_part
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         start = time.perf_counter()
+        if self._on_part is not None:
+            self._on_part(part)
         yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 

@@ -1,18 +1,12 @@
-"""Where the run is, for people and for the service: progress, the files of metrics, and the hand on the brake."""
+"""Where the run is, for people and for the service: progress, and the hand on the brake."""
 
 import asyncio
-import json
-import logging
-import math
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from offbeat.v1 import learner_pb2 as learner
-
-log = logging.getLogger(__name__)
 
 
 class Controls:
@@ -94,40 +88,3 @@ class Board:
                     await self._changed.wait()
                 seen = self._changes
             yield self.read()
-
-
-class MetricsWriter:
-    """Writes ``metrics.jsonl`` always, and TensorBoard's event files where the package is there."""
-
-    def __init__(self, run_folder: Path) -> None:
-        self._file = (run_folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = _tensorboard(run_folder)
-        self._lock = threading.Lock()
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line: {"step", "time", <name>: value …}; NaN and infinity become null."""
-        values = {
-            name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())
-        }
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n"
-        with self._lock:
-            self._file.write(line)
-            self._file.flush()
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _tensorboard(run_folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        log.info("TensorBoard is not installed; metrics go to metrics.jsonl alone")
-        return None
-    return SummaryWriter(str(run_folder / "tensorboard"))

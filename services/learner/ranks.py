@@ -1,6 +1,6 @@
 """Rank 0's hold on the other ranks: it announces each collective call before all ranks make it together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -31,6 +31,10 @@ class Ranks:
         self._trainer = trainer
         self._world = world
         self._inside = False
+
+    def tell_parts(self, on_part: Callable[[str], None]) -> None:
+        """Has `on_part` told of each part of a step as it begins on rank 0."""
+        self._trainer.on_part = on_part
 
     def _announce(self, command: Command, text: str = "") -> None:
         if self._world > 1:

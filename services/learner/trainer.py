@@ -6,7 +6,7 @@ on rank 0 only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,8 @@ class Trainer:
         self._engine = self._build_engine()
         self._reference = self._build_reference()
         self._updates = 0
+        self.on_part: Callable[[str], None] | None = None
+        """Told of each part of a step (the names under time/) as it begins."""
 
     @property
     def updates(self) -> int:
@@ -88,7 +90,7 @@ class Trainer:
         update), time/*. They are of the completions that the loss runs through the model, but for
         rewards, lengths and endings. A metric without values is absent.
         """
-        clock = metrics.Clock()
+        clock = metrics.Clock(self.on_part)
         with clock("broadcast"):
             groups = broadcast_groups(groups)
             check_groups(groups, self._recipe.model.max_context)  # every rank finds the same

@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from offbeat.config import Recipe
 from offbeat.errors import ConfigError
 from offbeat.rpc import RpcServer, terminated
-from offbeat.rpc.entry import write_address
+from offbeat.rpc.entry import run_folder, write_address
 from offbeat.streams.redis import RedisWorkerStreams
+from offbeat.telemetry.activity import Activity
 from offbeat.telemetry.metrics import start_metrics
 from offbeat.v1 import reward_pb2_grpc
 from services.reward.calling import Scorer
@@ -49,6 +50,7 @@ async def serve(recipe: Recipe) -> None:
             return
         servicer.scorer = scorer
         streams = RedisWorkerStreams(url, recipe.run_id, "reward", worker_id, recipe.redis)
+        activity = Activity.open(run_folder(recipe), "reward", worker_id)
         worker = Worker(
             streams,
             scorer,
@@ -57,6 +59,7 @@ async def serve(recipe: Recipe) -> None:
             worker_id=worker_id,
             beat_seconds=recipe.redis.beat_seconds,
             on_alive=server.health.set_alive,
+            activity=activity,
         )
         draining = asyncio.create_task(_drain_on(stop, server, counters))
         try:
@@ -69,6 +72,7 @@ async def serve(recipe: Recipe) -> None:
             draining.cancel()
             await server.health.set_ready(False)
             await _leave(streams)
+            activity.close()
             scorer.close()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from offbeat.config.workers import RewardSettings
 from offbeat.errors import DataError, RewardError, ServiceUnavailable
 from offbeat.streams.base import Delivery, Stream, WorkerStreams
+from offbeat.telemetry.activity import Activity
 from offbeat.v1 import samples_pb2
 from services.reward.calling import Scorer
 from services.reward.counters import Counters
@@ -46,6 +47,7 @@ class Worker:
         worker_id: str,
         beat_seconds: float,
         on_alive: Callable[[bool], Awaitable[None]],
+        activity: Activity | None = None,
     ) -> None:
         """`on_alive` is told at each beat whether there is progress."""
         self._streams = streams
@@ -55,6 +57,7 @@ class Worker:
         self._worker_id = worker_id
         self._beat_seconds = beat_seconds
         self._on_alive = on_alive
+        self._activity = activity or Activity.none()
         self._policy = StopPolicy()
         # A call may take timeout_seconds; a beat more leaves room for what surrounds it.
         self._watchdog = Watchdog(settings.timeout_seconds + beat_seconds)
@@ -81,10 +84,13 @@ class Worker:
             await self._hand_back()
 
     async def _take(self) -> list[Rollouts]:
+        self._activity.enter("idle")
         with self._counters.waiting():
             deliveries: list[Rollouts] = await self._streams.take(self._settings.max_groups)
         self._held = {delivery.key: delivery for delivery in deliveries}
         self._counters.groups_in_flight = len(self._held)
+        if deliveries:
+            self._activity.enter("score")
         return deliveries
 
     async def _finish_or_drain(

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from offbeat.report.records import read_metrics
 from tests.harness.whole_run import DETERMINISTIC, VLLM, resume, start, write_recipe
 
 SERVICES = ("redis", "checkpoint", "generator", "reward", "learner")
@@ -41,6 +42,10 @@ def test_each_process_may_die(tmp_path):
         audit = run.audit()
         assert audit.trained == 24 * 8
         assert audit.terms >= 2
+        metrics = read_metrics(run.folder)
+        assert [line["step"] for line in metrics.steps] == list(range(1, 25))
+        assert len(metrics.starts) == audit.terms
+        assert len(metrics.rolled_back) >= audit.retrained_steps - 1  # killed before it could tell
 
 
 @pytest.mark.slow
