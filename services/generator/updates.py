@@ -169,7 +169,7 @@ class Updater:
     def _note(self, manifest: checkpoint.Manifest, report: LoadReport, difference: float) -> None:
         """What this update cost, for the report of the run."""
         self._activity.note(
-            "update",
+            "weights",
             version=manifest.version,
             step=manifest.step,
             bytes=manifest.total_bytes,

@@ -306,7 +306,7 @@ class Worker:
 
     def _show_activity(self) -> None:
         busy = "generate" if self._groups else "idle"
-        self._activity.enter("update" if self._swapping else busy)
+        self._activity.enter("load" if self._swapping else busy)
 
     async def _cancel(self, groups: Iterable[Group]) -> None:
         works = [group.work for group in groups if group.work is not None]
