@@ -7,6 +7,7 @@ from offbeat.cli.audit import audit
 from offbeat.cli.doctor import doctor
 from offbeat.cli.export import export
 from offbeat.cli.prepare import prepare
+from offbeat.cli.report import report
 from offbeat.cli.run import run
 from offbeat.cli.serve import serve
 from offbeat.cli.status import status
@@ -36,5 +37,5 @@ def root(
     """Asynchronous reinforcement learning of language models."""
 
 
-for command in (run, serve, prepare, status, audit, export, doctor):
+for command in (run, serve, prepare, status, audit, report, export, doctor):
     app.command()(command)
