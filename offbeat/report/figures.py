@@ -217,6 +217,7 @@ def timeline(lanes: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]
         minutes="%M:%S",
         hourmin="%H:%M:%S",
         hours="%H:%M",
+        days="%H:%M",
     )
     plot.ygrid.visible = False
     plot.yaxis.major_label_text_color = LIGHT["ink"]

@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from offbeat import __version__
+from offbeat.errors import ConfigError
 from offbeat.report.figures import COLOURS
 from offbeat.report.records import Process, Record
 from offbeat.report.run_data import RunData, gather
@@ -36,6 +37,10 @@ SAMPLE_COLUMNS = (
 
 def write_report(run_folder: Path, out: Path) -> RunData:
     """Writes the page of a run, whole or not at all; returns what it tells. Raises `ConfigError`, `OSError`."""
+    if not out.parent.is_dir():
+        raise ConfigError(
+            f"{out}: there is no folder {out.parent}; make it, or choose another file"
+        )
     run = gather(run_folder)
     partial = out.with_name(f".{out.name}.partial")
     partial.write_text(render(run), encoding="utf-8")
@@ -127,14 +132,21 @@ def sample_table(samples: Sequence[Record]) -> dict[str, Any]:
 def bounded(samples: Sequence[Record]) -> list[Record]:
     """All samples, or those of every second, fourth … step when there is too much text."""
     chosen, stride = list(samples), 1
-    while sum(len(str(s.get("completion", ""))) + 100 for s in chosen) > MOST_SAMPLE_CHARACTERS:
+    while size_of(chosen) > MOST_SAMPLE_CHARACTERS:
         stride *= 2
         steps = sorted({sample["step"] for sample in samples})[::stride]
         if len(steps) < 2:
-            return chosen[: len(chosen) // 2]
+            # All of one step: some of its groups must do.
+            share = max(2, -(-size_of(samples) // MOST_SAMPLE_CHARACTERS))
+            return chosen[::share]
         kept = set(steps)
         chosen = [sample for sample in samples if sample["step"] in kept]
     return chosen
+
+
+def size_of(samples: Sequence[Record]) -> int:
+    """About how many characters the samples take in the page."""
+    return sum(len(str(sample.get("completion", ""))) + 100 for sample in samples)
 
 
 def environments(processes: Sequence[Process]) -> list[dict[str, Any]]:

@@ -227,7 +227,8 @@ def _kl(run: RunData) -> Chart | None:
 
 
 def _drift(run: RunData) -> Chart | None:
-    lags = run.names("drift_kl/lag_")
+    # At lag 0 drift is nothing but mismatch.
+    lags = [name for name in run.names("drift_kl/lag_") if name != "drift_kl/lag_0"]
     drawn = [
         Line(f"drift at lag {name.rpartition('_')[2]}", run.series(name), CYCLE[1 + place % 6])
         for place, name in enumerate(lags[:6])

@@ -12,6 +12,7 @@ COMMANDS = {
     "prepare": ["RECIPE", "--set"],
     "status": ["RUN", "--json", "--watch", "--runs"],
     "audit": ["RUN", "--runs", "--json"],
+    "report": ["RUN", "--out", "--runs"],
     "export": ["RUN", "--out", "--adapter", "--runs"],
     "doctor": ["--deep"],
 }
