@@ -86,7 +86,7 @@ test-slow: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests that t
 
 ## ---- lint
 
-PY_CODE := $(wildcard offbeat services tests benchmarks requirements)
+PY_CODE := $(wildcard offbeat services tests benchmarks requirements docs)
 
 .PHONY: lint lint-style lint-types lint-imports lint-protos format
 lint: lint-style lint-types lint-imports lint-protos ## Check style, types, imports and contracts

@@ -71,7 +71,7 @@ def _print_fact(console: Console, name: str, text: str) -> None:
 
 
 def _print_hints(console: Console, folder: RunFolder) -> None:
-    hints = [f"offbeat status {folder.path}", f"offbeat run --resume {folder.path}"]
+    hints = [f"offbeat report {folder.path}", f"offbeat run --resume {folder.path}"]
     if not folder.export.exists():
         hints.insert(0, f"offbeat export {folder.path}")
     if (folder.path / "tensorboard").exists():

@@ -21,10 +21,11 @@ from markupsafe import Markup
 
 from offbeat import __version__
 from offbeat.errors import ConfigError
+from offbeat.report.charts import Section
 from offbeat.report.figures import COLOURS
 from offbeat.report.records import Process, Record
 from offbeat.report.run_data import RunData, gather
-from offbeat.report.sections import Section, sections
+from offbeat.report.sections import sections
 from offbeat.report.tiles import duration, tiles
 
 MOST_SAMPLE_CHARACTERS = 4_000_000

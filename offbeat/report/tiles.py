@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.report.costs import WAITING
 from offbeat.report.figures import moving_average, thinned
 from offbeat.report.records import Record
 from offbeat.report.run_data import RunData
-from offbeat.report.sections import WAITING
 
 EDGE = 10
 """Steps whose mean stands for the start and the end of a noisy metric."""

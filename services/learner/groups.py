@@ -1,5 +1,6 @@
 """From scored groups as they arrive to the arrays that the trainer takes, and what they say about staleness."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,3 +68,33 @@ def lag_metrics(
         "lag_updates/max": float(max(updates)),
     }
     return found | {f"lag/count_{lag}": float(lags.count(lag)) for lag in sorted(set(lags))}
+
+
+def reward_metrics(groups: Sequence[Group], *, threshold: float) -> dict[str, float]:
+    """Mean and standard deviation of the rewards, and the share that reaches the threshold (reward/pass)."""
+    rewards = [sample.reward for group in groups for sample in group.completions]
+    if not rewards:
+        return {}
+    mean = sum(rewards) / len(rewards)
+    variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(variance),
+        "reward/pass": sum(reward >= threshold for reward in rewards) / len(rewards),
+    }
+
+
+def moved_sequences(groups: Sequence[Group], *, limit: int) -> list[list[int]]:
+    """Best and worst of groups with a signal: this step's update moved them, so they check the next version."""
+    sequences: list[list[int]] = []
+    for group in groups:
+        ordered = sorted(group.completions, key=lambda sample: sample.reward)
+        if ordered[0].reward < ordered[-1].reward:
+            prompt = [int(token) for token in group.prompt_token_ids]
+            sequences += [
+                prompt + [int(token) for token in sample.token_ids]
+                for sample in (ordered[0], ordered[-1])
+            ]
+        if len(sequences) >= limit:
+            break
+    return sequences[:limit]

@@ -5,7 +5,6 @@ it needs them.
 """
 
 import logging
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -26,7 +25,13 @@ from services.learner.cohorts import Place
 from services.learner.coordinator import Coordinator, Publication, waiting_fraction, waiting_times
 from services.learner.evaluation import GREEDY, SAMPLED, Evaluation
 from services.learner.export import write_card
-from services.learner.groups import lag_metrics, permuted, to_group
+from services.learner.groups import (
+    lag_metrics,
+    moved_sequences,
+    permuted,
+    reward_metrics,
+    to_group,
+)
 from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks
 from services.learner.recorder import Recorder
@@ -91,6 +96,8 @@ class Loop:
         self._saved_step = meta.step if meta.lineage else -1
         self._saved_at = time.monotonic()
         self._clock = Clock()
+        evaluation = recipe.evaluation
+        self._pass_threshold = evaluation.pass_threshold if evaluation is not None else 1.0
         self._best = BestVersion(run_folder, Path(recipe.model.path))
         self._evaluated_at = time.monotonic()
         self._reported_at = time.monotonic()
@@ -127,11 +134,11 @@ class Loop:
         metrics = self._ranks.train_step(self._control(kept, step))
         self._activity.enter("account")
         metrics |= lag_metrics(self.coordinator.cohorts, step, self._meta.update, scored)
-        metrics |= self._reward_metrics(groups)
+        metrics |= reward_metrics(groups, threshold=self._pass_threshold)
         self._account(step, gathered, filtered)
         trained = [group for group in scored if group.rollout.task.ordinal not in filtered]
         self._recorder.write_samples(self.coordinator.cohorts, self._meta.step, trained)
-        self._parity = self._moved(groups) or self._parity
+        self._parity = moved_sequences(groups, limit=PARITY_SEQUENCES) or self._parity
         self._publish()
         tokens = sum(len(sample.token_ids) for group in groups for sample in group.completions)
         seconds = time.monotonic() - started
@@ -214,36 +221,6 @@ class Loop:
         counts["dead"] = counts.get("dead", 0) + len(dead)
         self._meta.step += 1
         self._meta.update += self._recipe.learner.updates_per_step
-
-    def _reward_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        rewards = [sample.reward for group in groups for sample in group.completions]
-        if not rewards:
-            return {}
-        threshold = (
-            self._recipe.evaluation.pass_threshold if self._recipe.evaluation is not None else 1.0
-        )
-        mean = sum(rewards) / len(rewards)
-        variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
-        return {
-            "reward/mean": mean,
-            "reward/std": math.sqrt(variance),
-            "reward/pass": sum(reward >= threshold for reward in rewards) / len(rewards),
-        }
-
-    def _moved(self, groups: Sequence[Group]) -> list[list[int]]:
-        """Best and worst of groups with a signal: this step's update moved them, so they check the next version."""
-        sequences: list[list[int]] = []
-        for group in groups:
-            ordered = sorted(group.completions, key=lambda sample: sample.reward)
-            if ordered[0].reward < ordered[-1].reward:
-                prompt = [int(token) for token in group.prompt_token_ids]
-                sequences += [
-                    prompt + [int(token) for token in sample.token_ids]
-                    for sample in (ordered[0], ordered[-1])
-                ]
-            if len(sequences) >= PARITY_SEQUENCES:
-                break
-        return sequences[:PARITY_SEQUENCES]
 
     def _publish(self) -> None:
         """Takes a snapshot and publishes it in the background."""

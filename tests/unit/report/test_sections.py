@@ -5,10 +5,10 @@ from collections import defaultdict
 
 import pytest
 
+from offbeat.report.costs import MOST_INTERVALS, shortened, update_costs
 from offbeat.report.figures import moving_average, thinned
 from offbeat.report.records import Interval
 from offbeat.report.run_data import gather
-from offbeat.report.sections import MOST_INTERVALS, shortened, update_costs
 from offbeat.report.tiles import duration, sparkline, tiles
 
 
