@@ -19,6 +19,7 @@ FIXED = {
     "data.chat": "ordinals would mean other prompts",
     "data.system": "ordinals would mean other prompts",
     "schedule.prompts_per_step": "ordinals would fall into other steps",
+    "schedule.oversample": "ordinals would fall into other steps",
     "learner.batching.mini_batches": "the count of updates would not fit the steps",
     "learner.batching.passes": "the count of updates would not fit the steps",
 }

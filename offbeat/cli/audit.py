@@ -25,7 +25,7 @@ def audit(
     folder = find_run(run, runs)
     recipe = load_recipe(folder / "recipe.yaml")
     schedule = recipe.schedule
-    found = audit_run(folder, prompts_per_step=schedule.prompts_per_step, max_lag=schedule.max_lag)
+    found = audit_run(folder, prompts_per_step=schedule.cohort_size, max_lag=schedule.max_lag)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:

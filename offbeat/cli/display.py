@@ -28,6 +28,20 @@ def number(metrics: Mapping[str, float], name: str, form: str = "{:.3f}") -> str
     return form.format(metrics[name]) if name in metrics else "–"
 
 
+def alarms(metrics: Mapping[str, float]) -> list[str]:
+    """Names of the alarms that the last step raised."""
+    return sorted(
+        name.removeprefix("alarm/")
+        for name, value in metrics.items()
+        if name.startswith("alarm/") and value
+    )
+
+
+def _alarm_text(metrics: Mapping[str, float]) -> str:
+    raised = alarms(metrics)
+    return f" ALARM {', '.join(raised)}" if raised else ""
+
+
 class Pace:
     """Time per step over the last steps, for the time that is left."""
 
@@ -121,6 +135,7 @@ class Display:
             f"wait learner {number(metrics, 'wait/learner', '{:.0%}')} "
             f"generator {number(metrics, 'wait/generator', '{:.0%}')} "
             f"loss {number(metrics, 'loss', '{:.4f}')} version {last.version} eta {self._eta()}"
+            f"{_alarm_text(metrics)}"
         )
 
     def _eta(self) -> str:
@@ -167,6 +182,10 @@ class Display:
             (
                 *("version / term", f"{last.version} / {last.term}"),
                 *("trained / filtered / dead", f"{last.trained} / {last.filtered} / {last.dead}"),
+            ),
+            (
+                *("alarms", ", ".join(alarms(metrics)) or "none"),
+                *("alarms so far", number(metrics, "alarms", "{:.0f}")),
             ),
         ]
         for left, left_value, right, right_value in rows:

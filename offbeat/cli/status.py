@@ -90,11 +90,15 @@ def _row(member: "MemberStatus") -> tuple[str, ...]:
 
 def _doing(service: str, answer: dict[str, Any]) -> tuple[str, str]:
     """The version that a member holds, and what it is doing, in words."""
+    from offbeat.cli.display import alarms
+
     if service == "learner":
         progress = answer.get("progress", {})
         state = str(progress.get("state", "")).removeprefix("LEARNER_STATE_").lower()
         done = f"step {progress.get('step', 0)}/{progress.get('total_steps', 0)}"
-        return str(progress.get("version", "–")), f"{state}, {done}"
+        raised = alarms(progress.get("metrics", {}))
+        alarm = f", alarms: {', '.join(raised)}" if raised else ""
+        return str(progress.get("version", "–")), f"{state}, {done}{alarm}"
     if service == "checkpoint":
         stored = int(answer["stored_bytes"]) / 1024**2
         held = f"{answer['available_versions']} versions, {stored:.1f} MiB, term {answer['term']}"

@@ -1,57 +1,43 @@
-"""Settings of the learner: loss, optimizer, batching, checkpoints."""
+"""Settings of the learner: optimizer, batching, checkpoints; the losses have a module of their own."""
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from offbeat.config.base import Settings
+from offbeat.config.health import AlarmSettings
+from offbeat.config.losses import (
+    CorrectionSettings,
+    LossSettings,
+    PolicyGradient,
+    check_corrections,
+)
 from offbeat.config.service import RpcSettings
 
 
-class OnlineDPO(Settings):
-    """Online DPO on the best and the worst of k (arXiv 2410.18252; DPO: arXiv 2305.18290)."""
-
-    name: Literal["online_dpo"]
-    beta: float = Field(0.1, gt=0, description="Strength of the pull to the reference.")
-
-
-class RLOO(Settings):
-    """REINFORCE with a leave-one-out baseline (arXiv 2402.14740)."""
-
-    name: Literal["rloo"]
-    kl_coef: float = Field(0.05, ge=0, description="Weight of the sequence KL (k1) in the reward.")
-
-
-class ProximalRLOO(Settings):
-    """RLOO with a clipped sequence ratio to the policy at the step's start."""
-
-    name: Literal["proximal_rloo"]
-    kl_coef: float = Field(0.05, ge=0, description="Weight of the sequence KL (k1) in the reward.")
-    clip: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped to 1 ± clip.")
-
-
-class CustomLoss(Settings):
-    """A loss of your own: a callable with the signature of `services.learner.losses.base.Loss`."""
-
-    name: Literal["custom"]
-    path: str = Field(description="module:factory, or file.py:factory; called with params.")
-    params: dict[str, Any] = Field(default_factory=dict)
-    uses_ratio: bool = Field(True, description="False: it needs no behaviour log-probs.")
-
-
-LossSettings = Annotated[OnlineDPO | RLOO | ProximalRLOO | CustomLoss, Field(discriminator="name")]
-
-
 class OptimizerSettings(Settings):
-    """AdamW and its schedule. The schedule steps once per optimizer update."""
+    """AdamW and its schedule."""
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     schedule: Literal["linear", "cosine", "constant"] = "linear"
+    schedule_per: Literal["update", "step"] = Field(
+        "update",
+        description="When the rate changes. step: once before each step, as in the paper's code, whose last step "
+        "has the rate 0 and whose mean rate falls with the number of updates per step.",
+    )
     warmup_updates: int = Field(0, ge=0, description="Updates from 0 to the peak.")
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float | None = Field(1.0, gt=0, description="Gradient clipping; null: none.")
+
+    @model_validator(mode="after")
+    def _warmup_used(self) -> "OptimizerSettings":
+        if self.schedule_per == "step" and self.warmup_updates:
+            raise ValueError(
+                "warmup_updates is not used with schedule_per: step, which has no warm-up; remove one of them"
+            )
+        return self
 
 
 class BatchingSettings(Settings):
@@ -120,6 +106,10 @@ class LearnerSettings(Settings):
     """The learner's settings."""
 
     loss: LossSettings
+    corrections: list[CorrectionSettings] = Field(
+        default_factory=list,
+        description="Weights by pi_old / mu for the terms of a policy gradient.",
+    )
     optimizer: OptimizerSettings = OptimizerSettings()
     batching: BatchingSettings = BatchingSettings()
     checkpoints: LearnerCheckpointSettings = LearnerCheckpointSettings()
@@ -135,6 +125,16 @@ class LearnerSettings(Settings):
     allow_biased_ratio: bool = Field(
         False, description="Accept top_p, top_k, min_p with a loss that has a probability ratio."
     )
+    logprob_temperature: float | None = Field(
+        None,
+        gt=0,
+        description="Temperature of the policy's and the reference's log-probs; null: sampling.temperature, as in the "
+        "paper (TRL's online DPO: 1). Losses without a ratio only.",
+    )
+    mask_truncated: bool = Field(
+        False,
+        description="Train on no token of a completion that was cut off (DAPO's overlong filtering).",
+    )
     ranks: int = Field(1, ge=1, description="Number of processes.")
     zero_stage: Literal[0, 1, 2, 3] = 0
     gradient_checkpointing: bool = False
@@ -146,11 +146,7 @@ class LearnerSettings(Settings):
     permute_rewards: bool = Field(
         False, description="Control experiment: permute the rewards of each step at random."
     )
-    mismatch_kl_alarm: float = Field(
-        0.01,
-        gt=0,
-        description="Alarm above this KL between engine and learner at one version, nats.",
-    )
+    alarms: AlarmSettings = AlarmSettings()
     rpc: RpcSettings = RpcSettings()
 
     @property
@@ -161,12 +157,33 @@ class LearnerSettings(Settings):
     @property
     def has_ratio(self) -> bool:
         """Whether the loss uses a ratio to the behaviour or the old policy."""
-        if isinstance(self.loss, CustomLoss):
-            return self.loss.uses_ratio
-        return not isinstance(self.loss, OnlineDPO)
+        return self.loss.has_ratio
 
     @model_validator(mode="after")
     def _old_logprobs_used(self) -> "LearnerSettings":
         if self.old_logprobs is not None and not self.has_ratio:
             raise ValueError(f"old_logprobs is not used by the loss {self.loss.name}; remove it")
+        if self.old_logprobs == "behaviour" and self.corrections:
+            raise ValueError(
+                "corrections weight by pi_old / mu, which is 1 with old_logprobs: behaviour; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _options_fit_the_loss(self) -> "LearnerSettings":
+        if self.logprob_temperature is not None and self.has_ratio:
+            raise ValueError(
+                f"logprob_temperature: the loss {self.loss.name} takes a ratio to log-probs at sampling.temperature; "
+                "remove it"
+            )
+        if self.mask_truncated and not isinstance(self.loss, PolicyGradient):
+            raise ValueError(
+                f"mask_truncated: the loss {self.loss.name} compares whole completions, and one without tokens "
+                "compares with nothing; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _corrections_fit(self) -> "LearnerSettings":
+        check_corrections(self.loss, self.corrections)
         return self

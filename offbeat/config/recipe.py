@@ -1,5 +1,6 @@
 """The recipe: everything that a run needs to know, and which combinations make no sense."""
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -72,11 +73,22 @@ class ScheduleSettings(Settings):
     prompts_per_step: int = Field(gt=0, description="P: groups that one step trains.")
     max_lag: int = Field(1, ge=0, description="Oldest weights that a step may train on, in steps.")
     lag_mode: Literal["at_most", "exact"] = "at_most"
+    oversample: float = Field(
+        1.0,
+        ge=1,
+        description="A step's cohort is issued so much larger than prompts_per_step; the first groups with a signal "
+        "are trained (dynamic sampling). Needs learner.filter_equal_groups.",
+    )
     group_deadline_seconds: float = Field(
         600.0,
         gt=0,
         description="A group that takes a generator longer is given up (an empty place in its step).",
     )
+
+    @property
+    def cohort_size(self) -> int:
+        """Ordinals of a step: prompts_per_step times oversample, rounded up."""
+        return math.ceil(self.prompts_per_step * self.oversample)
 
 
 class EvaluationSettings(Settings):
@@ -148,10 +160,10 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _combinations(self) -> "Recipe":
-        k, loss = self.sampling.k, self.learner.loss.name
-        if k < 2 and loss in {"online_dpo", "rloo", "proximal_rloo"}:
+        k, loss, least = self.sampling.k, self.learner.loss.name, self.learner.loss.min_k
+        if k < least:
             raise ValueError(
-                f"sampling.k is {k}, but learner.loss {loss} compares completions: set k >= 2"
+                f"sampling.k is {k}, but learner.loss {loss} compares completions: set k >= {least}"
             )
         if self.learner.has_ratio and self.sampling.biased and not self.learner.allow_biased_ratio:
             raise ValueError(
@@ -166,6 +178,11 @@ class Recipe(Settings):
             )
         if self.evaluation is not None and self.data.heldout is None:
             raise ValueError("evaluation needs data.heldout: give it, or remove evaluation")
+        if self.schedule.oversample > 1 and not self.learner.filter_equal_groups:
+            raise ValueError(
+                f"schedule.oversample is {self.schedule.oversample:g}, but nothing is filtered, so the surplus would "
+                "be thrown away: set learner.filter_equal_groups: true, or oversample: 1"
+            )
         if self.learner.batching.mini_batches > self.schedule.prompts_per_step:
             raise ValueError(
                 f"learner.batching.mini_batches is {self.learner.batching.mini_batches}, more than "

@@ -180,7 +180,7 @@ async def _prepare(
     prompts = usable(rows, maker, limit=limit, what="data.train")
     _check_prompts(meta, prompts)
     cohorts = Cohorts(
-        prompts_per_step=recipe.schedule.prompts_per_step,
+        prompts_per_step=recipe.schedule.cohort_size,
         max_lag=recipe.schedule.max_lag,
         total_steps=recipe.schedule.steps,
         first_step=meta.step,
@@ -243,9 +243,9 @@ def needed_bytes(recipe: Recipe) -> int:
     group = GROUP_OVERHEAD_BYTES + prompt + sampling.k * sampling.max_tokens * BYTES_PER_TOKEN
     waiting = (
         recipe.learner.checkpoints.max_unsettled_bytes
-        + (schedule.max_lag + 1) * schedule.prompts_per_step * group
+        + (schedule.max_lag + 1) * schedule.cohort_size * group
     )
-    return min(steps * schedule.prompts_per_step * group, waiting)
+    return min(steps * schedule.cohort_size * group, waiting)
 
 
 def identity(recipe: Recipe, tokenizer: object) -> checkpoint.Manifest:

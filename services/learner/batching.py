@@ -91,11 +91,16 @@ class StepBatch:
     """A step's groups as rows and flat arrays; see the module's docstring.
 
     `rewards` float64 (rows,), `lags` int64 (rows,), `lengths` and `prompt_lengths` int64 (rows,);
-    flat: `behaviour` float32, `mask` bool. `units[g]` are the units of group g.
+    flat: `behaviour` float32, `mask` bool. `units[g]` are the units of group g. With `mask_truncated`
+    no token of a completion without an end is trained on.
     """
 
     def __init__(
-        self, groups: Sequence[Group], units_of: Callable[[np.ndarray], Sequence[Unit]]
+        self,
+        groups: Sequence[Group],
+        units_of: Callable[[np.ndarray], Sequence[Unit]],
+        *,
+        mask_truncated: bool = False,
     ) -> None:
         self.groups = sorted(groups, key=lambda group: group.ordinal)
         self.samples = [sample for group in self.groups for sample in group.completions]
@@ -106,7 +111,7 @@ class StepBatch:
         self.lags = np.array([s.lag for s in self.samples], np.int64)
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
         self.behaviour = self._flat([s.behaviour_logprobs for s in self.samples], np.float32)
-        self.mask = self._flat([_mask(s) for s in self.samples], np.bool_)
+        self.mask = self._flat([_mask(s, mask_truncated) for s in self.samples], np.bool_)
         self.units = self._units(units_of)
 
     @property
@@ -183,7 +188,19 @@ class StepBatch:
         ]
 
 
-def _mask(sample: Sample) -> np.ndarray:
+def flattened(values_B_T: Tensor, batch: StepBatch, rows: Sequence[int]) -> np.ndarray:
+    """Per-token values of the rows in a flat array, 0 elsewhere."""
+    flat = np.zeros(len(batch.behaviour), np.float32)
+    if rows:
+        values = values_B_T.detach().cpu().numpy()
+        inside = np.arange(values.shape[1]) < batch.lengths[list(rows)][:, None]
+        flat[batch.flat_index(rows)] = values[inside]
+    return flat
+
+
+def _mask(sample: Sample, mask_truncated: bool) -> np.ndarray:
+    if mask_truncated and not sample.has_eos:
+        return np.zeros(len(sample.token_ids), np.bool_)
     if sample.loss_mask is None:
         return np.ones(len(sample.token_ids), np.bool_)
     return sample.loss_mask.astype(np.bool_)

@@ -164,7 +164,7 @@ class Coordinator:
 
     def _task(self, ordinal: int, attempt: int) -> samples.PromptTask:
         self._issued_at[ordinal] = time.monotonic()
-        cohort = ordinal // self._recipe.schedule.prompts_per_step
+        cohort = ordinal // self._recipe.schedule.cohort_size
         version = self.cohorts.min_version(cohort)
         return self._tasks.make(ordinal, attempt=attempt, term=self.term, min_version=version)
 

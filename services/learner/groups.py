@@ -53,6 +53,21 @@ def permuted(groups: Sequence[Group], generator: random.Random) -> list[Group]:
     ]
 
 
+def left_out(groups: Sequence[Group], *, equal: bool, at_most: int) -> set[int]:
+    """Ordinals of the groups of a cohort that its step does not train.
+
+    With `equal` those whose rewards are all equal; of the others, those past the first `at_most` in
+    ordinal order. Which ones are trained does not depend on which arrived first.
+    """
+    without = {
+        group.ordinal
+        for group in groups
+        if equal and len({sample.reward for sample in group.completions}) == 1
+    }
+    left = sorted(group.ordinal for group in groups if group.ordinal not in without)
+    return without | set(left[at_most:])
+
+
 def lag_metrics(
     cohorts: Cohorts, step: int, update: int, scored: Sequence[samples.ScoredRollout]
 ) -> dict[str, float]:
@@ -98,3 +113,14 @@ def moved_sequences(groups: Sequence[Group], *, limit: int) -> list[list[int]]:
         if len(sequences) >= limit:
             break
     return sequences[:limit]
+
+
+def component_metrics(scored: Sequence[samples.ScoredRollout]) -> dict[str, float]:
+    """reward_component/<name>: mean of each component over the completions for which it has a value."""
+    values: dict[str, list[float]] = {}
+    for group in scored:
+        for score in group.scores:
+            for component in score.components:
+                if component.HasField("value"):
+                    values.setdefault(component.name, []).append(component.value)
+    return {f"reward_component/{name}": sum(v) / len(v) for name, v in values.items()}

@@ -26,12 +26,15 @@ from services.learner.coordinator import Coordinator, Publication, waiting_fract
 from services.learner.evaluation import GREEDY, SAMPLED, Evaluation
 from services.learner.export import write_card
 from services.learner.groups import (
+    component_metrics,
     lag_metrics,
+    left_out,
     moved_sequences,
     permuted,
     reward_metrics,
     to_group,
 )
+from services.learner.health import Health
 from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks
 from services.learner.recorder import Recorder
@@ -98,6 +101,7 @@ class Loop:
         self._clock = Clock()
         evaluation = recipe.evaluation
         self._pass_threshold = evaluation.pass_threshold if evaluation is not None else 1.0
+        self._health = Health(recipe.learner.alarms)
         self._best = BestVersion(run_folder, Path(recipe.model.path))
         self._evaluated_at = time.monotonic()
         self._reported_at = time.monotonic()
@@ -129,16 +133,25 @@ class Loop:
         step = self._meta.step
         scored = [place.group for _, place in gathered if place.group is not None]
         groups = [to_group(self.coordinator.cohorts, step, group) for group in scored]
-        filtered = self._filtered(groups)
+        filtered = left_out(
+            groups,
+            equal=self._recipe.learner.filter_equal_groups,
+            at_most=self._recipe.schedule.prompts_per_step,
+        )
         kept = [group for group in groups if group.ordinal not in filtered]
         metrics = self._ranks.train_step(self._control(kept, step))
         self._activity.enter("account")
         metrics |= lag_metrics(self.coordinator.cohorts, step, self._meta.update, scored)
         metrics |= reward_metrics(groups, threshold=self._pass_threshold)
+        metrics |= component_metrics(scored)
+        metrics |= {
+            "dead_fraction": 1 - len(groups) / len(gathered),
+            "filtered_fraction": len(filtered) / len(gathered),
+        }
         self._account(step, gathered, filtered)
         trained = [group for group in scored if group.rollout.task.ordinal not in filtered]
         self._recorder.write_samples(self.coordinator.cohorts, self._meta.step, trained)
-        self._parity = moved_sequences(groups, limit=PARITY_SEQUENCES) or self._parity
+        self._parity = moved_sequences(kept, limit=PARITY_SEQUENCES) or self._parity
         self._publish()
         tokens = sum(len(sample.token_ids) for group in groups for sample in group.completions)
         seconds = time.monotonic() - started
@@ -185,12 +198,6 @@ class Loop:
         if not self._recipe.learner.permute_rewards:
             return groups
         return permuted(groups, random.Random(f"{self._recipe.run.seed}:{step}"))
-
-    def _filtered(self, groups: Sequence[Group]) -> set[int]:
-        """Ordinals of groups that are left out because all their rewards are equal, where the recipe says so."""
-        if not self._recipe.learner.filter_equal_groups:
-            return set()
-        return {g.ordinal for g in groups if len({sample.reward for sample in g.completions}) == 1}
 
     def _account(self, step: int, gathered: list[tuple[int, Place]], filtered: set[int]) -> None:
         """The step is done: counts it, and writes what became of each ordinal."""
@@ -285,14 +292,7 @@ class Loop:
         if not self._generator_before:
             # The first step is the start of the count: loading an engine is no waiting.
             self._generator_before = waiting_times(members, "generator")
-        mismatch, alarm = metrics.get("mismatch_kl", 0.0), self._recipe.learner.mismatch_kl_alarm
-        metrics["alarm/mismatch_kl"] = float(mismatch > alarm)
-        if mismatch > alarm:
-            log.warning(
-                "mismatch_kl is %.3g, above learner.mismatch_kl_alarm = %g: engine and learner disagree about the same "
-                "weights; look at model.dtype, the generator's parity differences, and its engine settings",
-                mismatch, alarm,
-            )  # fmt: skip
+        metrics |= self._health.check(self._meta.step, metrics)
         waiting = waiting_fraction(members, "generator", self._generator_before)
         if waiting is not None:
             metrics["wait/generator"] = waiting

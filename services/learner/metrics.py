@@ -56,13 +56,17 @@ class Means:
         return float(self.vector[2 * self._names.index(name)])
 
     def metrics(self) -> Metrics:
-        """The mean of each name that has values."""
+        """The mean of each name that has values; advantage/std in place of the advantages' mean square."""
         pairs = self.vector.reshape(-1, 2)
-        return {
+        means = {
             name: float(total / count)
             for name, (total, count) in zip(self._names, pairs, strict=True)
             if count
         }
+        square = means.pop("advantage/square", None)
+        if square is not None:
+            means["advantage/std"] = max(0.0, square - means["advantage/mean"] ** 2) ** 0.5
+        return means
 
 
 def of_samples(batch: StepBatch) -> Metrics:
@@ -74,22 +78,36 @@ def of_samples(batch: StepBatch) -> Metrics:
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std()),
         "response_length/mean": float(batch.lengths.mean()),
+        "response_length/max": float(batch.lengths.max()),
         "eos_rate": float(np.mean([sample.has_eos for sample in batch.samples])),
         "informative_fraction": float(np.mean(informative)),
     }
 
 
 def of_policies(
-    batch: StepBatch, rows: np.ndarray, start: np.ndarray, reference: np.ndarray | None
+    batch: StepBatch,
+    rows: np.ndarray,
+    start: np.ndarray,
+    reference: np.ndarray | None,
+    *,
+    to_behaviour: bool = True,
 ) -> Metrics:
     """How far apart mu, the policy at the step's start and the reference are.
 
     `start`: log-probs of the policy at the step's start, flat; only those of `rows` count.
     KL from mu is estimated per token by k3 = exp(-d) - 1 + d with d = log mu - log pi (unbiased, never
-    negative, little noise); KL to the reference by k1, summed over the sequence.
+    negative, little noise); KL to the reference by k1, summed over the sequence. `to_behaviour`: whether
+    mu is at the temperature of the others, and can be compared.
     """
     if not len(rows):
         return {}
+    metrics = _of_behaviour(batch, rows, start) if to_behaviour else {}
+    if reference is not None:
+        metrics["kl"] = float(batch.row_sums(start - reference)[rows].mean())
+    return metrics
+
+
+def _of_behaviour(batch: StepBatch, rows: np.ndarray, start: np.ndarray) -> Metrics:
     index = batch.flat_index(rows)
     tokens = index[batch.mask[index]]
     lags = np.repeat(batch.lags, batch.lengths)[tokens]
@@ -104,8 +122,6 @@ def of_policies(
         metrics[f"drift_kl/lag_{lag}"] = float(k3[lags == lag].mean())
     if (lags == 0).any():
         metrics["mismatch_kl"] = float(k3[lags == 0].mean())
-    if reference is not None:
-        metrics["kl"] = float(batch.row_sums(start - reference)[rows].mean())
     return metrics
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from services.learner import metrics
 from services.learner.batching import StepBatch
+from services.learner.preparation import Preparation
 
 
 class StepState:
@@ -23,6 +23,8 @@ class StepState:
         self.reference: np.ndarray | None = None
         # None: the policy of the update itself.
         self.old: np.ndarray | None = None
+        # None: the loss has no advantages or weights of its own.
+        self.preparation: Preparation | None = None
         # The policy before the first update: its log-probs, and 1.0 for each row that they are known of.
         self.start = np.zeros(len(batch.behaviour), np.float32)
         self.seen = np.zeros(len(batch.samples), np.float32)
@@ -37,13 +39,3 @@ class StepState:
         self.start = self.start + logprobs
         self.seen[list(rows)] = 1.0
         self.start_everywhere = everywhere
-
-
-def flattened(values_B_T: Tensor, batch: StepBatch, rows: Sequence[int]) -> np.ndarray:
-    """Per-token values of the rows in a flat array, 0 elsewhere."""
-    flat = np.zeros(len(batch.behaviour), np.float32)
-    if rows:
-        values = values_B_T.detach().cpu().numpy()
-        inside = np.arange(values.shape[1]) < batch.lengths[list(rows)][:, None]
-        flat[batch.flat_index(rows)] = values[inside]
-    return flat

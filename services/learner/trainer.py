@@ -28,6 +28,7 @@ from services.learner.batching import (
     Unit,
     check_groups,
     fits,
+    flattened,
     mini_batches,
     rows_in,
     shares,
@@ -41,11 +42,12 @@ from services.learner.distributed import (
 )
 from services.learner.engine import Engine
 from services.learner.logprobs import TokenScorer
-from services.learner.losses import LossInputs, LossOutput, build_loss
+from services.learner.losses import LossInputs, LossOutput, PreparedLoss, build_loss
 from services.learner.model import check_model, load_policy, write_model
+from services.learner.preparation import Preparation
 from services.learner.schedule import learning_rate
 from services.learner.snapshot import Snapshot
-from services.learner.step import StepState, flattened
+from services.learner.step import StepState
 
 
 class Trainer:
@@ -64,7 +66,11 @@ class Trainer:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
         check_model(recipe.model.path, max_context=recipe.model.max_context)
-        self._loss = build_loss(self._settings.loss)
+        self._loss = build_loss(
+            self._settings.loss,
+            corrections=self._settings.corrections,
+            max_tokens=recipe.sampling.max_tokens,
+        )
         join(rank, world, rendezvous)
         self._device = device_of(rank)
         self._adapter: lora.Adapter | None = None
@@ -86,7 +92,8 @@ class Trainer:
         reward/std, kl (policy at the step's start to reference, k1, mean over sequences), drift_kl and
         drift_kl/lag_<n> (mu to pi_old, k3, mean over tokens), mismatch_kl (the same, lag 0 only), ess (of
         pi_old / mu, as a fraction), entropy, clip_fraction (losses with clipping), informative_fraction,
-        response_length/mean, eos_rate, logprob_diff/max (max |log pi_theta - log mu| before the first
+        advantage/* and correction/* (policy gradients),
+        response_length/*, eos_rate, logprob_diff/max (max |log pi_theta - log mu| before the first
         update), time/*. They are of the completions that the loss runs through the model, but for
         rewards, lengths and endings. A metric without values is absent.
         """
@@ -94,12 +101,16 @@ class Trainer:
         with clock("broadcast"):
             groups = broadcast_groups(groups)
             check_groups(groups, self._recipe.model.max_context)  # every rank finds the same
-            batch = StepBatch(groups, self._loss.units)
+            batch = StepBatch(
+                groups, self._loss.units, mask_truncated=self._settings.mask_truncated
+            )
         step = StepState(batch, clock, self._loss.metric_names)
         with clock("reference"):
             step.reference = self._reference_logprobs(batch)
         with clock("old"):
             self._fix_old_logprobs(step)
+        if isinstance(self._loss, PreparedLoss):
+            step.preparation = Preparation(self._loss, batch, step.old, step.reference)
         count = self._settings.batching.mini_batches
         for _ in range(self._settings.batching.passes):
             for part in mini_batches(len(batch.groups), count):
@@ -236,10 +247,14 @@ class Trainer:
         batch = step.batch
         if self._settings.old_logprobs == "behaviour":
             step.old = batch.behaviour
-        elif self._loss.needs_old and self._settings.updates_per_step > 1:
+        elif self._loss.needs_old and (self._settings.updates_per_step > 1 or self._old_first):
             rows = batch.used_rows()
             step.old = self._score(self._engine.scorer, batch, rows)
             step.note_start(step.old, rows, everywhere=True)
+
+    @property
+    def _old_first(self) -> bool:
+        return isinstance(self._loss, PreparedLoss) and self._loss.old_first
 
     @torch.no_grad()
     def _score(self, scorer: TokenScorer, batch: StepBatch, rows: Sequence[int]) -> np.ndarray:
@@ -259,6 +274,8 @@ class Trainer:
         if len(part):
             batch = step.batch
             units = [unit for group in part for unit in batch.units[group]]
+            if step.preparation is not None:
+                units = step.preparation.begin_update(units)
             scale = 1.0 / max(1, self._normaliser(batch, part))
             capacity = self._settings.batching.micro_batch_tokens
             with step.clock("forward_backward"):
@@ -327,6 +344,9 @@ class Trainer:
             return batch.padded(flat, rows).to(self._device)
 
         rewards = torch.from_numpy(batch.rewards[rows]).float()
+        advantages, weights = None, None
+        if step.preparation is not None:
+            advantages, weights = step.preparation.of(units, logprobs_B_T)
         return LossInputs(
             logprobs_B_T=logprobs_B_T,
             old_logprobs_B_T=logprobs_B_T.detach() if step.old is None else padded(step.old),
@@ -335,6 +355,8 @@ class Trainer:
             mask_B_T=padded(batch.mask),
             rewards_B=rewards.to(self._device),
             unit_sizes=tuple(len(unit) for unit in units),
+            advantages_B_T=advantages,
+            weights_B_T=weights,
         )
 
     def _count(self, step: StepState, output: LossOutput, scale: float) -> None:
@@ -351,7 +373,8 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         total = self._recipe.schedule.steps * self._settings.updates_per_step
-        return learning_rate(self._updates, total, self._settings.optimizer)
+        per_step = self._settings.updates_per_step
+        return learning_rate(self._updates, total, self._settings.optimizer, per_step)
 
     # ---- small parts
 
@@ -375,9 +398,13 @@ class Trainer:
             bucket=batching.bucket_by_length,
         )[self._rank]
 
+    @property
+    def _temperature(self) -> float:
+        return self._settings.logprob_temperature or self._recipe.sampling.temperature
+
     def _arguments(self, batch: StepBatch, rows: Sequence[int]) -> tuple[Any, ...]:
         """Arguments of `TokenScorer`; without rows, those of the smallest forward pass."""
-        temperature = self._recipe.sampling.temperature
+        temperature = self._temperature
         if not rows:
             one = torch.ones(1, dtype=torch.int64, device=self._device)
             return (
@@ -398,7 +425,10 @@ class Trainer:
             step.means.vector = sum_over_ranks(step.means.vector)
             found = metrics.of_samples(step.batch)
             rows = np.flatnonzero(step.seen)
-            found |= metrics.of_policies(step.batch, rows, step.start, step.reference)
+            comparable = self._temperature == self._recipe.sampling.temperature
+            found |= metrics.of_policies(
+                step.batch, rows, step.start, step.reference, to_behaviour=comparable
+            )
         found |= step.means.metrics() | {"learning_rate": step.learning_rate}
         if step.grad_norms:
             found["grad_norm"] = float(np.mean(step.grad_norms))

@@ -19,6 +19,7 @@ import psutil
 import yaml
 
 from offbeat.audit import Audit, audit_run
+from offbeat.config.recipe import ScheduleSettings
 
 WAIT_SECONDS = 400.0
 """Longest wait for anything; generous, since a busy machine is no failure."""
@@ -181,9 +182,10 @@ class WholeRun:
 
     def audit(self) -> Audit:
         """The audit of the run, which must be clean."""
-        schedule = yaml.safe_load((self.folder / "recipe.yaml").read_text())["schedule"]
+        tree = yaml.safe_load((self.folder / "recipe.yaml").read_text())["schedule"]
+        schedule = ScheduleSettings.model_validate(tree)
         audit = audit_run(
-            self.folder, prompts_per_step=schedule["prompts_per_step"], max_lag=schedule["max_lag"]
+            self.folder, prompts_per_step=schedule.cohort_size, max_lag=schedule.max_lag
         )
         assert audit.clean, audit.problems
         return audit

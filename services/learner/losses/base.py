@@ -1,8 +1,8 @@
 """The port of the losses: what a loss is given, what it returns, what it promises.
 
 Legend of the shape suffixes: B samples of a micro-batch, U units, K completions of a group,
-T completion positions (right-padded). All log-probs are natural logs at the sampling temperature,
-float32.
+T completion positions (right-padded); R rows of whole groups, N tokens of all of them, row after row
+without padding. All log-probs are natural logs at the sampling temperature, float32.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class LossInputs:
     `logprobs_B_T` is the current policy and carries the gradient; the other log-probs are
     constants. `mask_B_T` is True where a token is trained on; what stands elsewhere means nothing.
     `reference_logprobs_B_T` is None when the loss does not need it. `unit_sizes` add up to B.
+    `advantages_B_T` and `weights_B_T` are what `PreparedLoss` computed; None for other losses.
     """
 
     logprobs_B_T: Tensor
@@ -40,6 +41,8 @@ class LossInputs:
     mask_B_T: Tensor
     rewards_B: Tensor
     unit_sizes: tuple[int, ...]
+    advantages_B_T: Tensor | None = None
+    weights_B_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,99 @@ class Loss(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """What is known of whole groups before an update, none of it with a gradient.
+
+    `rewards` float64 (R,), `lengths` int64 (R,), `has_eos` bool (R,); `group_sizes` add up to R.
+    Flat, (N,): `mask` bool, True where a token is trained on; `behaviour`, `old`, `reference`
+    float32 log-probs, `values` float32. What is not known, or not needed, is None.
+    """
+
+    rewards: np.ndarray
+    lengths: np.ndarray
+    has_eos: np.ndarray
+    group_sizes: tuple[int, ...]
+    mask: np.ndarray
+    behaviour: np.ndarray
+    old: np.ndarray | None = None
+    reference: np.ndarray | None = None
+    values: np.ndarray | None = None
+
+    def over_tokens(self, values_R: np.ndarray) -> np.ndarray:
+        """Each row's value at each of its tokens, (N,)."""
+        return np.repeat(values_R, self.lengths)
+
+    def row_sums(self, values_N: np.ndarray) -> np.ndarray:
+        """Sum over each row's trained tokens, float64 (R,). The values elsewhere may be anything."""
+        if not len(self.lengths):
+            return np.zeros(0)
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.add.reduceat(np.where(self.mask, values_N.astype(np.float64), 0.0), starts)
+
+    def row_means(self, values_N: np.ndarray) -> np.ndarray:
+        """Mean over each row's trained tokens, float64 (R,); 0 for a row without any."""
+        counts = self.row_sums(np.ones(len(self.mask)))
+        return self.row_sums(values_N) / np.maximum(counts, 1.0)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Size of each row's group, int64 (R,)."""
+        sizes = np.array(self.group_sizes, np.int64)
+        return np.repeat(sizes, sizes)
+
+    def group_firsts(self, values_R: np.ndarray) -> np.ndarray:
+        """The value of the first row of each row's group, (R,)."""
+        sizes = np.array(self.group_sizes, np.int64)
+        return np.repeat(values_R[np.cumsum(sizes) - sizes], sizes)
+
+    def group_sums(self, values_R: np.ndarray) -> np.ndarray:
+        """Sum over each row's group, at each row, (R,)."""
+        sizes = np.array(self.group_sizes, np.int64)
+        groups = np.repeat(np.arange(len(sizes)), sizes)
+        return np.bincount(groups, values_R, len(sizes))[groups]
+
+
+@runtime_checkable
+class PreparedLoss(Loss, Protocol):
+    """A loss with advantages and weights that are computed before its terms, from constants alone.
+
+    Every rank has the constants of the whole step, so every rank computes statistics over all of
+    it (a deviation, a quantile) by itself, without communication, and gets the same numbers however
+    the step is cut. Its `units` say which rows the advantages are computed from together; its terms
+    are computed row by row.
+
+    The trainer calls `advantages` once per step with all its groups, and `weights` once per update
+    with the rows of its mini-batch that are run. Where pi_old is the policy of the update itself,
+    known only in its forward pass, both are called for each micro-batch instead, unless `old_first`
+    asks for a pass of its own.
+
+    `old_first`: pi_old must be known before the first update, because a statistic over more than a
+    group depends on it. `advantages_use_old`: the advantages depend on pi_old.
+    """
+
+    old_first: bool
+    advantages_use_old: bool
+
+    def advantages(self, constants: Constants) -> np.ndarray:
+        """Advantage of every token, float64 (N,)."""
+        ...
+
+    def weights(self, constants: Constants, advantages_N: np.ndarray) -> np.ndarray | None:
+        """Factor of every token's term, float64 (N,); None: 1 everywhere."""
+        ...
+
+
 def sequence_sums(values_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
     """Sum over the trained tokens of each row, (B,). The values elsewhere may be anything."""
     return torch.where(mask_B_T, values_B_T, 0.0).sum(dim=-1)
 
 
-def sequence_log_ratio(inputs: LossInputs) -> Tensor:
-    """log of the sequence ratio pi_theta / pi_old, (B,), cut to ±MAX_LOG_RATIO."""
-    difference_B_T = inputs.logprobs_B_T - inputs.old_logprobs_B_T
-    return sequence_sums(difference_B_T, inputs.mask_B_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def masked_mean(values_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """Mean over the trained tokens of each row, (B,); 0 for a row without any."""
+    return sequence_sums(values_B_T, mask_B_T) / mask_B_T.sum(dim=-1).clamp(min=1)
+
+
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """exp of a log ratio that is cut to ±MAX_LOG_RATIO."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

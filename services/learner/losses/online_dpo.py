@@ -32,8 +32,8 @@ def dpo_terms(logprobs_B: Tensor, reference_B: Tensor, beta: float) -> tuple[Ten
     return -logsigmoid(margins_U), margins_U
 
 
-class OnlineDPOLoss:
-    """Mean over groups of -log sigma(margin); a group whose rewards are all equal adds 0."""
+class PairLoss:
+    """What the losses on best and worst of k share: a group whose rewards are all equal adds 0."""
 
     needs_reference = True
     needs_old = False
@@ -48,6 +48,15 @@ class OnlineDPOLoss:
         pair = best_and_worst(rewards_K)
         return [] if pair is None else [pair]
 
+    def output(self, terms_U: Tensor, margins_U: Tensor) -> LossOutput:
+        """Terms (U,) with the metrics of their implicit reward margins (U,)."""
+        margins_U = margins_U.detach()
+        return LossOutput(terms_U, {"dpo_margin": margins_U, "dpo_accuracy": margins_U > 0})
+
+
+class OnlineDPOLoss(PairLoss):
+    """Mean over groups of -log sigma(margin)."""
+
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Terms (U,)."""
         assert inputs.reference_logprobs_B_T is not None
@@ -56,5 +65,4 @@ class OnlineDPOLoss:
             sequence_sums(inputs.reference_logprobs_B_T, inputs.mask_B_T),
             self.beta,
         )
-        margins_U = margins_U.detach()
-        return LossOutput(terms_U, {"dpo_margin": margins_U, "dpo_accuracy": margins_U > 0})
+        return self.output(terms_U, margins_U)

@@ -101,6 +101,18 @@ def test_two_ranks_train_the_weights_of_one(policy: Path, ranks: Ranks, stage: i
     )
 
 
+def test_statistics_over_the_step_are_those_of_one_rank(policy: Path, ranks: Ranks) -> None:
+    """M2PO's mask over an update, whitening over the step, the KL of the whole step in the rewards."""
+    loss = {"name": "m2po", "m2_threshold": 0.5, "whiten_advantages": True, "kl_coef": 0.1}
+    recipe = make_recipe(
+        policy, loss=loss | {"kl_in": "reward"}, batching={"micro_batch_tokens": 150}, zero_stage=2
+    )
+    expected, metrics = run_job({"recipe": recipe.model_dump(), "steps": [0, 1]})
+    weights, of_ranks = ranks.run(recipe, steps=[0, 1])
+    assert distance(weights, expected.tensors) < 1e-5
+    assert of_ranks["advantage/std"] == pytest.approx(metrics["advantage/std"], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("loss", [DPO, PROXIMAL], ids=lambda loss: loss["name"])

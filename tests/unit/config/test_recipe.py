@@ -66,6 +66,23 @@ def test_paths_are_relative_to_the_recipe(minimal, monkeypatch):
         ("learner.loss={name: rloo}|sampling.top_p=0.9", "allow_biased_ratio"),
         ("generator={weight_update: drain, kv_on_update: keep}", "kv_on_update is not used"),
         ("reward.functions=[{name: a}, {name: a}]", "names must differ"),
+        ("learner.corrections=[{name: tis}]", "no ratio to the policy that sampled"),
+        (
+            "learner={loss: {name: grpo}, old_logprobs: behaviour, corrections: [{name: tis}]}",
+            "which is 1 with old_logprobs: behaviour",
+        ),
+        ("learner.loss={name: grpo, kl_in: reward}", "kl_in is not used with kl_coef 0"),
+        ("learner.loss={name: dapo, overlong_penalty: 2}", "not used without overlong_buffer"),
+        ("learner.mask_truncated=true", "compares with nothing"),
+        (
+            "learner={loss: {name: grpo}, logprob_temperature: 1}",
+            "takes a ratio to log-probs at sampling.temperature",
+        ),
+        ("schedule.oversample=2", "set learner.filter_equal_groups"),
+        (
+            "learner.optimizer={schedule_per: step, warmup_updates: 3}",
+            "warmup_updates is not used with schedule_per",
+        ),
         ("nonsense", "expected KEY=VALUE"),
         ("model.path.x=1", "path is the value"),
         ("reward.functions.5.name=x", "expected an index below 1"),
@@ -111,3 +128,9 @@ def test_lora_settings_are_those_of_a_new_adapter_or_of_a_folder(minimal):
         load_recipe(minimal, ["learner.lora={adapter: before, alpha: 3}"])
     with pytest.raises(ConfigError, match=r"learner\.lora\.dropout: unknown key"):
         load_recipe(minimal, ["learner.lora.dropout=0.1"])
+
+
+def test_oversampled_cohorts_are_rounded_up(minimal):
+    recipe = load_recipe(minimal, ["schedule.oversample=1.3", "learner.filter_equal_groups=true"])
+    assert recipe.schedule.prompts_per_step == 8
+    assert recipe.schedule.cohort_size == 11
