@@ -166,7 +166,7 @@ def _drift(run: RunData) -> Chart | None:
         mismatch,
         log=True,
         form="0.0e+0",
-        bound=run.recipe.learner.mismatch_kl_alarm,
+        bound=run.recipe.learner.alarms.mismatch_kl,
     )
 
 
