@@ -42,6 +42,12 @@ def _alarm_text(metrics: Mapping[str, float]) -> str:
     return f" ALARM {', '.join(raised)}" if raised else ""
 
 
+def heldout_metric(metrics: Mapping[str, float], mode: str) -> str:
+    """What a mode of evaluation is judged by: pass@1, or the mean reward where nothing passes or fails."""
+    name = f"eval/{mode}/pass@1"
+    return name if name in metrics else f"eval/{mode}/reward"
+
+
 class Pace:
     """Time per step over the last steps, for the time that is left."""
 
@@ -125,7 +131,7 @@ class Display:
         if last.step == 0:
             self.event(state_name(last.state))
             return
-        heldout = number(metrics, "eval/greedy/pass@1", " heldout {:.3f}")
+        heldout = number(metrics, heldout_metric(metrics, "greedy"), " heldout {:.3f}")
         self.event(
             f"step {last.step}/{last.total_steps} {state_name(last.state)} "
             f"reward {number(metrics, 'reward/mean')} pass {number(metrics, 'reward/pass')}"
@@ -164,8 +170,8 @@ class Display:
                 number(metrics, "reward/pass"),
             ),
             (
-                *("held-out greedy", number(metrics, "eval/greedy/pass@1")),
-                *("held-out sampled", number(metrics, "eval/sampled/pass@1")),
+                *("held-out greedy", number(metrics, heldout_metric(metrics, "greedy"))),
+                *("held-out sampled", number(metrics, heldout_metric(metrics, "sampled"))),
             ),
             (
                 *("lag mean / max", _pair(metrics, "lag/mean", "{:.2f}", "lag/max", "{:.0f}")),

@@ -10,7 +10,9 @@ from rich.table import Table
 from offbeat.local.folder import RunFolder
 from offbeat.local.run import Outcome
 
-KINDS = {"greedy": "held-out pass@1, greedy", "sampled": "held-out pass@1, sampled"}
+KINDS = ("greedy", "sampled")
+COUNTS = ("prompts", "dead", "other_version")
+BOUNDS = ("_low", "_high", "_start", "_end")
 
 
 def collect_metrics(folder: Path, last: Mapping[str, float]) -> dict[str, float]:
@@ -27,13 +29,26 @@ def collect_metrics(folder: Path, last: Mapping[str, float]) -> dict[str, float]
         except json.JSONDecodeError:
             continue  # the learner died while it wrote this line
         found = {name: value for name, value in entry.items() if isinstance(value, int | float)}
-        for kind in KINDS:
-            name = f"eval/{kind}/pass@1"
-            if name in found:
-                metrics.setdefault(f"{name}_start", found[name])
+        for name in heldout_names(found):
+            metrics.setdefault(f"{name}_start", found[name])
+            for bound in ("_low", "_high"):
+                if name + bound in found:
+                    metrics.setdefault(f"{name}_start{bound}", found[name + bound])
         metrics.update(found)
     metrics.update(last)
     return metrics
+
+
+def heldout_names(metrics: Mapping[str, float]) -> list[str]:
+    """Names of what evaluations measured: pass@1, the reward, each reward function; in order of appearance."""
+    kinds = tuple(f"eval/{kind}/" for kind in KINDS)
+    return [
+        name
+        for name in metrics
+        if name.startswith(kinds)
+        and not name.endswith(BOUNDS)
+        and name.rpartition("/")[2] not in COUNTS
+    ]
 
 
 def print_summary(console: Console, folder: RunFolder, outcome: Outcome) -> None:
@@ -41,7 +56,7 @@ def print_summary(console: Console, folder: RunFolder, outcome: Outcome) -> None
     last = outcome.progress
     metrics = collect_metrics(folder.path, last.metrics if last is not None else {})
     console.print()
-    if any(f"eval/{kind}/pass@1" in metrics for kind in KINDS):
+    if heldout_names(metrics):
         console.print(_heldout_table(metrics))
     if last is not None:
         _print_fact(console, "steps", f"{last.step} of {last.total_steps}, version {last.version}")
@@ -84,20 +99,26 @@ def _heldout_table(metrics: Mapping[str, float]) -> Table:
     table = Table(title="Held-out", title_justify="left")
     for column in ("", "before", "after", "gain"):
         table.add_column(column, justify="left" if not column else "right")
-    for kind, title in KINDS.items():
-        name = f"eval/{kind}/pass@1"
-        after = metrics.get(f"{name}_end", metrics.get(name))
-        before = metrics.get(f"{name}_start")
-        if after is None:
-            continue
-        gain = "–" if before is None else f"{100 * (after - before):+.1f} points"
+    for name in heldout_names(metrics):
+        after, before = metrics.get(f"{name}_end", metrics[name]), metrics.get(f"{name}_start")
+        _, kind, what = name.split("/", 2)
         table.add_row(
-            title,
+            f"held-out {what.removeprefix('component/')}, {kind}",
             _with_interval(metrics, before, f"{name}_start"),
             _with_interval(metrics, after, f"{name}_end", name),
-            gain,
+            _gain(what, before, after),
         )
     return table
+
+
+def _gain(what: str, before: float | None, after: float) -> str:
+    if before is None:
+        return "–"
+    return (
+        f"{100 * (after - before):+.1f} points"
+        if what.startswith("pass@")
+        else f"{after - before:+.3f}"
+    )
 
 
 def _with_interval(metrics: Mapping[str, float], value: float | None, *names: str) -> str:

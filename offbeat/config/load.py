@@ -109,6 +109,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
         *((source, "path") for source in _sources(tree.get("data"))),
         *((function, "path") for function in _functions(tree.get("reward"))),
         *((model, "path") for model in _reward_models(tree.get("reward"))),
+        *((_params(tree.get("prepare")), key) for key in ("gold", "demonstrator", "init")),
         (
             (tree.get("learner") or {}).get("loss")
             if isinstance(tree.get("learner"), dict)
@@ -150,7 +151,17 @@ def _functions(reward: Any) -> list[Any]:
 
 def _reward_models(reward: Any) -> list[Any]:
     functions = [function for function in _functions(reward) if isinstance(function, dict)]
-    return [item.get("params") for item in functions if item.get("name") == "reward_model"]
+    return [item.get("params") for item in functions if _takes_a_model(item)]
+
+
+def _takes_a_model(function: dict[str, Any]) -> bool:
+    # A built-in that is used twice is named by its path, since names must differ.
+    built_in = str(function.get("path") or function.get("name"))
+    return built_in.rpartition(".")[2].partition(":")[0] in {"reward_model", "perplexity"}
+
+
+def _params(section: Any) -> Any:
+    return section.get("params") if isinstance(section, dict) else None
 
 
 def _describe(item: Any) -> str:

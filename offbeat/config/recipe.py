@@ -105,8 +105,10 @@ class EvaluationSettings(Settings):
     greedy: bool = Field(True, description="Evaluate greedily: pass@1.")
     sampled: bool = Field(True, description="Evaluate at the training temperature: pass@1, pass@k.")
     k: int = Field(1, ge=1, description="Completions per prompt of the sampled evaluation.")
-    pass_threshold: float = Field(
-        1.0, description="A completion passes when its total score reaches this."
+    pass_threshold: float | None = Field(
+        1.0,
+        description="A completion passes when its total score reaches this; null: nothing passes or fails, "
+        "the mean reward is what counts.",
     )
     timeout_seconds: float = Field(600.0, gt=0, description="Longest wait for the results.")
 
@@ -114,9 +116,10 @@ class EvaluationSettings(Settings):
 class PrepareSettings(Settings):
     """How `offbeat prepare` makes the start policy. See `services.learner.prepare`."""
 
-    kind: Literal["sft", "gguf"] = Field(
+    kind: Literal["sft", "gguf", "tldr"] = Field(
         "sft",
-        description="sft: supervised training of a small policy; gguf: the model in a GGUF file.",
+        description="sft: supervised training of a small policy; gguf: the model in a GGUF file; tldr: data, policy and "
+        "proxy reward model, in the folder around the policy's.",
     )
     params: dict[str, object] = Field(default_factory=dict)
 

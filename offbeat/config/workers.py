@@ -95,9 +95,21 @@ class RewardFunction(Settings):
     name: str = Field(description="Name of a built-in, or the component's name when path is given.")
     path: str | None = Field(None, description="module:function, or file.py:function.")
     weight: float = Field(1.0, allow_inf_nan=False)
+    use: Literal["both", "evaluation"] = Field(
+        "both",
+        description="evaluation: called for held-out tasks only, reported, and never part of the total.",
+    )
     params: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the built-in or function."
     )
+
+    @model_validator(mode="after")
+    def _weight_used(self) -> "RewardFunction":
+        if self.use == "evaluation" and "weight" in self.model_fields_set and self.weight != 1.0:
+            raise ValueError(
+                f"weight: not used with use: evaluation, which never enters the total; found {self.weight:g}, remove it"
+            )
+        return self
 
 
 class RewardSettings(Settings):
@@ -117,6 +129,14 @@ class RewardSettings(Settings):
         names = [function.name for function in self.functions]
         if len(set(names)) < len(names):
             raise ValueError(f"two reward functions have the same name: {names}; names must differ")
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_train_on(self) -> "RewardSettings":
+        if all(function.use == "evaluation" for function in self.functions):
+            raise ValueError(
+                "every function has use: evaluation, so training has no reward; add one"
+            )
         return self
 
 

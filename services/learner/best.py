@@ -19,8 +19,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 class BestVersion:
     """``<run>/best/`` is a model folder, in a LoRA run an adapter's; ``best.json`` in it says which version, how good.
 
-    The metric is eval/greedy/pass@1 when evaluation is greedy, else eval/sampled/pass@1. Candidates wait in
-    ``<run>/best/.candidates``.
+    The metric is eval/greedy/pass@1 when evaluation is greedy, else eval/sampled/pass@1; or the mean reward where the
+    recipe has no threshold of passing. Candidates wait in ``<run>/best/.candidates``.
     """
 
     def __init__(self, run_folder: Path, model_folder: Path) -> None:

@@ -5,7 +5,7 @@ with them swaps its weights only when they are done.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offbeat.config.recipe import EvaluationSettings, Recipe
@@ -27,6 +27,8 @@ class Evaluation:
     version: int
     tasks: list[samples.PromptTask]
     rewards: dict[int, list[float]] = field(default_factory=dict)
+    components: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    """By reward function, by prompt: the values that it gave (none for those it dropped)."""
     dead: set[int] = field(default_factory=set)
     kept: list[samples.ScoredRollout] = field(default_factory=list)
     """Results of the first prompts, for people to read (telemetry.samples.evaluation_prompts)."""
@@ -47,11 +49,34 @@ class Evaluation:
             if task.ordinal not in self.rewards and task.ordinal not in self.dead
         ]
 
-    def metrics(self, threshold: float) -> dict[str, float]:
-        """pass@1 and the mean reward with 95 % intervals (Wilson's; normal over prompts), pass@k, under eval/<mode>/…
+    def add(self, ordinal: int, scores: Sequence[samples.CompletionScore]) -> None:
+        """The scores of a prompt's completions."""
+        self.rewards[ordinal] = [score.total for score in scores]
+        for score in scores:
+            for component in score.components:
+                if component.HasField("value"):
+                    values = self.components.setdefault(component.name, {})
+                    values.setdefault(ordinal, []).append(component.value)
 
-        A dead prompt counts as not passed; how many there were is a metric of its own.
+    def metrics(self, threshold: float | None) -> dict[str, float]:
+        """What the evaluation found, under eval/<mode>/…
+
+        pass@1 with its 95 % Wilson interval and pass@k, unless `threshold` is None; the mean reward, and under
+        component/<function> the mean of each reward function, with 95 % intervals over the prompts.
+        A dead prompt counts as not passed, and in no mean; how many there were is a metric of its own.
         """
+        found = {} if threshold is None else self._passes(threshold)
+        found |= _mean("reward", self.rewards)
+        for name, values in self.components.items():
+            found |= _mean(f"component/{name}", values)
+        found |= {
+            "prompts": float(len(self.rewards) + len(self.dead)),
+            "dead": float(len(self.dead)),
+            "other_version": float(self.other_version),
+        }
+        return {f"eval/{self.mode}/{name}": value for name, value in found.items()}
+
+    def _passes(self, threshold: float) -> dict[str, float]:
         k = max((len(rewards) for rewards in self.rewards.values()), default=1)
         correct = [
             sum(reward >= threshold for reward in rewards) for rewards in self.rewards.values()
@@ -60,22 +85,17 @@ class Evaluation:
         total = len(correct)
         share = sum(correct) / (total * k) if total else math.nan
         low, high = wilson(share, total)
-        means = [sum(rewards) / len(rewards) for rewards in self.rewards.values() if rewards]
-        reward, half = mean_interval(means)
-        found = {
-            "pass@1": share,
-            "pass@1_low": low,
-            "pass@1_high": high,
-            "reward": reward,
-            "reward_low": reward - half,
-            "reward_high": reward + half,
-            "prompts": float(total),
-            "dead": float(len(self.dead)),
-            "other_version": float(self.other_version),
-        }
+        found = {"pass@1": share, "pass@1_low": low, "pass@1_high": high}
         if k > 1:
             found[f"pass@{k}"] = sum(count > 0 for count in correct) / total
-        return {f"eval/{self.mode}/{name}": value for name, value in found.items()}
+        return found
+
+
+def _mean(name: str, values: Mapping[int, Sequence[float]]) -> dict[str, float]:
+    """The mean over prompts of each prompt's mean, and its normal 95 % interval; prompts are independent."""
+    means = [sum(one) / len(one) for one in values.values() if one]
+    mean, half = mean_interval(means)
+    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
 def mean_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float]:
@@ -141,7 +161,7 @@ class Evaluator:
         evaluation = self._open.get(task.evaluation_id)
         if evaluation is None or task.ordinal in evaluation.rewards:
             return None
-        evaluation.rewards[task.ordinal] = [score.total for score in scored.scores]
+        evaluation.add(task.ordinal, scored.scores)
         spans = (
             span for completion in scored.rollout.completions for span in completion.version_spans
         )

@@ -85,18 +85,17 @@ def lag_metrics(
     return found | {f"lag/count_{lag}": float(lags.count(lag)) for lag in sorted(set(lags))}
 
 
-def reward_metrics(groups: Sequence[Group], *, threshold: float) -> dict[str, float]:
-    """Mean and standard deviation of the rewards, and the share that reaches the threshold (reward/pass)."""
+def reward_metrics(groups: Sequence[Group], *, threshold: float | None) -> dict[str, float]:
+    """Mean and standard deviation of the rewards; reward/pass: the share that reaches the threshold, if there is one."""
     rewards = [sample.reward for group in groups for sample in group.completions]
     if not rewards:
         return {}
     mean = sum(rewards) / len(rewards)
     variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
-    return {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(variance),
-        "reward/pass": sum(reward >= threshold for reward in rewards) / len(rewards),
-    }
+    found = {"reward/mean": mean, "reward/std": math.sqrt(variance)}
+    if threshold is not None:
+        found["reward/pass"] = sum(reward >= threshold for reward in rewards) / len(rewards)
+    return found
 
 
 def moved_sequences(groups: Sequence[Group], *, limit: int) -> list[list[int]]:

@@ -308,14 +308,15 @@ class Loop:
 
     def on_evaluation(self, evaluation: Evaluation, metrics: dict[str, float]) -> None:
         """The results of an evaluation have arrived (called on the background's thread)."""
+        settings = self._recipe.evaluation
+        judged = "reward" if settings is not None and settings.pass_threshold is None else "pass@1"
+        name = f"eval/{evaluation.mode}/{judged}"
         log.info(
-            "evaluation %s at step %d: pass@1 %.3f",
-            evaluation.mode, evaluation.step, metrics[f"eval/{evaluation.mode}/pass@1"],
+            "evaluation %s at step %d: %s %.3f",
+            evaluation.mode, evaluation.step, judged, metrics[name],
         )  # fmt: skip
         self._recorder.write_evaluation(evaluation, metrics)
-        settings = self._recipe.evaluation
         if settings is not None and evaluation.mode == (GREEDY if settings.greedy else SAMPLED):
-            name = f"eval/{evaluation.mode}/pass@1"
             if evaluation.other_version:
                 log.warning("%d prompts were answered by other versions", evaluation.other_version)
             else:

@@ -142,10 +142,11 @@ class Scorer:
 
         Functions run side by side; the calls of one synchronous function run one after the other.
         """
-        # A function gets whole columns, so samples that have different ones come in different calls.
-        alike: dict[frozenset[str], list[int]] = defaultdict(list)
+        # A function gets whole columns, so samples that have different ones come in different calls; and some
+        # functions are for evaluations only.
+        alike: dict[tuple[bool, frozenset[str]], list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
-            alike[frozenset(sample.columns)].append(index)
+            alike[sample.evaluation, frozenset(sample.columns)].append(index)
         scores: dict[int, samples_pb2.CompletionScore] = {}
         for indices in alike.values():
             part = await self._score_alike([samples[index] for index in indices])
@@ -158,11 +159,13 @@ class Scorer:
             caller.close()
 
     async def _score_alike(self, samples: Sequence[Sample]) -> list[samples_pb2.CompletionScore]:
+        evaluation = samples[0].evaluation
+        callers = [c for c in self._callers if evaluation or not c.function.evaluation_only]
         answers = await asyncio.gather(
-            *(caller(samples) for caller in self._callers), return_exceptions=True
+            *(caller(samples) for caller in callers), return_exceptions=True
         )
         components = []
-        for caller, answer in zip(self._callers, answers, strict=True):
+        for caller, answer in zip(callers, answers, strict=True):
             if isinstance(answer, BaseException):
                 raise answer
             function = caller.function

@@ -25,6 +25,8 @@ class Sample:
     completion_token_ids: Sequence[int] = ()
     finish_reason: str = "stop"
     """"stop" (an end-of-sequence token or a stop string) or "length"."""
+    evaluation: bool = False
+    """Whether it belongs to a held-out evaluation."""
 
 
 def samples_of_rollout(rollout: samples_pb2.Rollout) -> list[Sample]:
@@ -44,6 +46,7 @@ def samples_of_rollout(rollout: samples_pb2.Rollout) -> list[Sample]:
             columns=columns,
             completion_token_ids=list(completion.token_ids),
             finish_reason=FINISH_REASONS[completion.finish_reason],
+            evaluation=task.kind == samples_pb2.TASK_KIND_EVALUATION,
         )
         for completion in rollout.completions
     ]

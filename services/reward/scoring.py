@@ -42,6 +42,8 @@ class Role(StrEnum):
     """Its value times its weight is added, but it is no score by itself."""
     REPLACEMENT = "replacement"
     """Its value, where it has one, is the total."""
+    REPORT = "report"
+    """Its value goes along and does nothing to the total."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def _total(components: Sequence[Component], index: int) -> float:
     parts = [
         component.weight * value
         for component in components
-        if component.role is not Role.REPLACEMENT and (value := component.values[index]) is not None
+        if component.role in {Role.SCORE, Role.PENALTY}
+        and (value := component.values[index]) is not None
     ]
     try:
         total = math.fsum(parts)

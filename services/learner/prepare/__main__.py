@@ -66,7 +66,14 @@ def _prepare_gguf(recipe: Recipe, params: dict[str, object], out: Path) -> None:
     prepare_gguf(GgufSettings.model_validate(params), out=out)
 
 
-_PREPARE = {"sft": _prepare_sft, "gguf": _prepare_gguf}
+def _prepare_tldr(recipe: Recipe, params: dict[str, object], out: Path) -> None:
+    from services.learner.prepare.tldr import TldrSettings, prepare_tldr
+
+    # The policy's folder is one of several that belong together.
+    prepare_tldr(TldrSettings.model_validate(params), recipe, out.parent)
+
+
+_PREPARE = {"sft": _prepare_sft, "gguf": _prepare_gguf, "tldr": _prepare_tldr}
 
 
 if __name__ == "__main__":

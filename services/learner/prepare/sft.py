@@ -53,6 +53,12 @@ class SftSettings(Settings):
         description="module:function or file.py:function, called with (row, random.Random, share of the training that "
         "is done); returns the demonstrated answer. Null: the row's answer.",
     )
+    prompt_loss_part: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="First share of the training in which the prompts' tokens are learned too.",
+    )
     hidden_size: int = Field(128, gt=0)
     layers: int = Field(2, gt=0)
     heads: int = Field(4, gt=0)
@@ -134,9 +140,17 @@ def prepare_sft(
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
-        evaluations = _train(settings, model, tokenizer, train, evaluate, Path(work) / "trainer")
+        evaluations: list[Evaluation] = []
+        train_policy(
+            settings,
+            model,
+            tokenizer,
+            train,
+            lambda step: evaluations.append(evaluate(step)),
+            Path(work) / "trainer",
+        )
         folder = Path(work) / "policy"
-        _save(settings, model, tokenizer, folder)
+        save_policy(settings, model, tokenizer, folder)
         evaluations.append(evaluate(settings.steps))
         _describe(settings, model, evaluations, time.monotonic() - started, folder)
         folder.rename(out)
@@ -233,19 +247,17 @@ def _check(train: Sequence[Example], heldout: Sequence[Example]) -> None:
         )
 
 
-def _train(
+def train_policy(
     settings: SftSettings,
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     train: Sequence[Example],
-    evaluate: Callable[[int], Evaluation],
+    evaluate: Callable[[int], None],
     work: Path,
-) -> list[Evaluation]:
-    """Trains in place; evaluates every now and then, but not after the last update."""
+) -> None:
+    """Trains in place; calls `evaluate` with the step every now and then, but not after the last update."""
     from transformers import TrainerCallback
     from trl import SFTTrainer
-
-    evaluations: list[Evaluation] = []
 
     class Evaluate(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -253,21 +265,22 @@ def _train(
                 state.global_step % settings.evaluate_every == 0
                 and state.global_step < state.max_steps
             ):
-                evaluations.append(evaluate(state.global_step))
+                evaluate(state.global_step)
 
     trainer: SFTTrainer = SFTTrainer(
         model=model,
         args=_trainer_settings(settings, work),
-        train_dataset=_dataset(demonstrations(settings, train), tokenizer),
+        train_dataset=_dataset(settings, demonstrations(settings, train), tokenizer),
         processing_class=tokenizer,
         callbacks=[Evaluate()],
     )
     trainer.train()
-    return evaluations
 
 
-def _dataset(shown: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> Dataset:
-    """Token ids, and labels of the answers alone. Two batched calls are far quicker than TRL's passes over the rows."""
+def _dataset(
+    settings: SftSettings, shown: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
+) -> Dataset:
+    """Token ids and labels. Two batched calls are far quicker than TRL's passes over the rows."""
     from datasets import Dataset
 
     prompts = tokenizer([prompt for prompt, _ in shown], add_special_tokens=False)["input_ids"]
@@ -280,11 +293,11 @@ def _dataset(shown: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFas
             f"expected demonstrations of at most {tokenizer.model_max_length} tokens (max_context), "
             f"found one of {longest}; raise prepare.params.max_context, or choose shorter tasks"
         )
+    whole = round(settings.prompt_loss_part * len(pairs))
+    labels = [prompt + answer for prompt, answer in pairs[:whole]]
+    labels += [[IGNORED] * len(prompt) + answer for prompt, answer in pairs[whole:]]
     return Dataset.from_dict(
-        {
-            "input_ids": [prompt + answer for prompt, answer in pairs],
-            "labels": [[IGNORED] * len(prompt) + answer for prompt, answer in pairs],
-        }
+        {"input_ids": [prompt + answer for prompt, answer in pairs], "labels": labels}
     )
 
 
@@ -316,7 +329,7 @@ def _trainer_settings(settings: SftSettings, work: Path) -> SFTConfig:
     )
 
 
-def _save(
+def save_policy(
     settings: SftSettings,
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,

@@ -23,6 +23,7 @@ BUILT_IN = {
     "length_penalty": "services.reward.functions.length_penalty:LengthPenalty",
     "math": "services.reward.functions.math_answer:MathAnswer",
     "missing_eos": "services.reward.functions.missing_eos:MissingEos",
+    "perplexity": "services.reward.functions.perplexity:Perplexity",
     "reasoning_gym": "services.reward.functions.reasoning_gym:ReasoningGym",
     "reward_model": "services.reward.functions.reward_model:RewardModel",
 }
@@ -44,6 +45,8 @@ class RewardCallable:
     """Arguments that the recipe's params have set."""
     takes_all: bool = False
     """Whether it takes ``**kwargs``."""
+    evaluation_only: bool = False
+    """Whether it is left out for what is trained on."""
 
     def takes(self, argument: str) -> bool:
         """Whether `argument` is passed to it."""
@@ -62,7 +65,7 @@ def load_functions(settings: Sequence[RewardFunction]) -> list[RewardCallable]:
     if not any(function.role is Role.SCORE for function in functions):
         names = ", ".join(function.name for function in functions)
         raise ConfigError(
-            f"reward.functions: expected at least one that gives scores, found only penalties ({names}); add one"
+            f"reward.functions: expected at least one that gives scores to train on, found none ({names}); add one"
         )
     return functions
 
@@ -80,7 +83,7 @@ def _load(key: str, item: RewardFunction) -> RewardCallable:
     call = (
         _make(key, found, item.params) if inspect.isclass(found) else _bind(key, found, item.params)
     )
-    role = getattr(call, "role", Role.SCORE)
+    role = Role.REPORT if item.use == "evaluation" else getattr(call, "role", Role.SCORE)
     if role is Role.REPLACEMENT and item.weight != 1.0:
         raise ConfigError(
             f"{key}.weight: not used by {item.name}, which replaces the total; found {item.weight:g}, remove it"
@@ -158,4 +161,5 @@ def describe(
         required=frozenset(p.name for p in named if p.default is p.empty) - bound,
         bound=bound,
         takes_all=inspect.Parameter.VAR_KEYWORD in kinds,
+        evaluation_only=item.use == "evaluation",
     )

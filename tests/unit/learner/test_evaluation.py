@@ -1,6 +1,7 @@
 """Held-out evaluation: tasks of one version, results that count every prompt."""
 
 import math
+import statistics
 
 import pytest
 
@@ -75,3 +76,46 @@ def test_answers_of_another_version_are_counted(evaluator):
         evaluator.add(scored(task, 1.0, version=2 if task is tasks[0] else 1)) for task in tasks
     ]
     assert done[-1].metrics(1.0)["eval/greedy/other_version"] == 1
+
+
+def with_components(task: samples.PromptTask, **values: float | None) -> samples.ScoredRollout:
+    record = scored(task, 0.5)
+    for name, value in values.items():
+        record.scores[0].components.append(samples.ScoreComponent(name=name, value=value))
+    return record
+
+
+def test_each_reward_function_has_its_mean_and_interval(evaluator):
+    tasks = evaluator.start(step=3, version=1, term=2, whole=True)
+    greedy = [task for task in tasks if task.evaluation_id == "greedy-3-1"]
+    values = [1.0, 2.0, 3.0, 6.0]
+    for task, value in zip(greedy, values, strict=True):
+        late = -1.0 if value == 2.0 else None
+        finished = evaluator.add(with_components(task, gold=value, late=late))
+    metrics = finished.metrics(1.0)
+    half = 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+    assert metrics["eval/greedy/component/gold"] == 3.0
+    assert metrics["eval/greedy/component/gold_low"] == pytest.approx(3.0 - half)
+    assert metrics["eval/greedy/component/gold_high"] == pytest.approx(3.0 + half)
+    assert metrics["eval/greedy/component/late"] == -1.0, "only where it has a value"
+
+
+def test_completions_of_a_prompt_are_not_independent(evaluator):
+    tasks = evaluator.start(step=3, version=1, term=2, whole=True)
+    sampled = [task for task in tasks if task.evaluation_id == "sampled-3-1"]
+    for task, value in zip(sampled, [0.0, 0.0, 4.0, 4.0], strict=True):
+        finished = evaluator.add(scored(task, value, value))
+    metrics = finished.metrics(1.0)
+    half = 1.96 * statistics.stdev([0.0, 0.0, 4.0, 4.0]) / 2
+    assert metrics["eval/sampled/reward_high"] == pytest.approx(2.0 + half)
+
+
+def test_without_a_threshold_nothing_passes_or_fails(evaluator):
+    tasks = evaluator.start(step=3, version=1, term=2, whole=True)
+    for task in tasks:
+        if task.evaluation_id == "greedy-3-1":
+            finished = evaluator.add(scored(task, 0.25))
+    metrics = finished.metrics(None)
+    assert metrics["eval/greedy/reward"] == 0.25
+    assert metrics["eval/greedy/prompts"] == 4
+    assert not [name for name in metrics if "pass" in name]

@@ -6,11 +6,12 @@ import threading
 import time
 
 import pytest
+from pydantic import ValidationError
 
-from offbeat.config.workers import RewardFunction
+from offbeat.config.workers import RewardFunction, RewardSettings
 from services.reward.calling import Scorer
 from services.reward.counters import Counters
-from services.reward.functions.registry import describe
+from services.reward.functions.registry import describe, load_functions
 from services.reward.lane import Blocked, Lane, Overdue
 from services.reward.records import Sample
 from services.reward.scoring import FunctionBlocked, FunctionFailed, FunctionStuck, Role
@@ -218,3 +219,50 @@ async def test_a_call_that_nobody_waits_for_any_more_is_not_started():
     assert await lane.call(lambda: "third", 30) == "third"
     assert calls == []
     lane.close()
+
+
+async def test_functions_for_evaluations_see_nothing_that_is_trained_on():
+    seen = []
+
+    def reward(completions):
+        return [1.0] * len(completions)
+
+    def gold(completions):
+        seen.append(completions)
+        return [7.0] * len(completions)
+
+    functions = [
+        describe("key", RewardFunction(name="reward"), reward, Role.SCORE, frozenset()),
+        describe(
+            "key", RewardFunction(name="gold", use="evaluation"), gold, Role.REPORT, frozenset()
+        ),
+    ]
+    training, held = Sample("p", "trained", {}), Sample("p", "held", {}, evaluation=True)
+    scores = await Scorer(functions, 30.0, Counters()).score([training, held, training])
+    assert seen == [["held"]]
+    assert [score.total for score in scores] == [1.0, 1.0, 1.0]
+    assert [[c.name for c in score.components] for score in scores] == [
+        ["reward"],
+        ["reward", "gold"],
+        ["reward"],
+    ]
+    assert scores[1].components[1].value == 7.0
+
+
+def test_a_function_for_evaluations_reports_whatever_it_would_be_otherwise():
+    settings = [
+        RewardFunction(name="exact_match"),
+        RewardFunction(
+            name="missing_eos", params={"mode": "replace", "value": -1}, use="evaluation"
+        ),
+    ]
+    reward, reported = load_functions(settings)
+    assert (reward.role, reward.evaluation_only) == (Role.SCORE, False)
+    assert (reported.role, reported.evaluation_only) == (Role.REPORT, True)
+
+
+def test_settings_that_would_have_no_effect_are_refused():
+    with pytest.raises(ValidationError, match="weight: not used"):
+        RewardFunction(name="exact_match", use="evaluation", weight=2.0)
+    with pytest.raises(ValidationError, match="training has no reward"):
+        RewardSettings(functions=[RewardFunction(name="exact_match", use="evaluation")])

@@ -44,7 +44,8 @@ def test_a_sample_carries_what_functions_may_ask_for():
 def test_evaluation_rollouts_are_taken_too():
     rollout = _rollout()
     rollout.task.kind = samples_pb2.TASK_KIND_EVALUATION
-    assert len(samples_of_rollout(rollout)) == 2
+    assert [sample.evaluation for sample in samples_of_rollout(rollout)] == [True, True]
+    assert not samples_of_rollout(_rollout())[0].evaluation
 
 
 def _drop_completion(rollout):

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.config.workers import RewardFunction
 from offbeat.errors import ModelError
+from offbeat.v1 import samples_pb2
+from services.reward.calling import Scorer
+from services.reward.counters import Counters
+from services.reward.functions.registry import load_functions
 from services.reward.functions.reward_model import RewardModel, batches_by_tokens
+from services.reward.records import samples_of_rollout
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -165,3 +171,37 @@ def test_batches_hold_everything_once_and_fit(lengths, max_tokens):
     for batch in batches:
         widest = max(lengths[index] for index in batch)
         assert widest * len(batch) <= max_tokens or len(batch) == 1
+
+
+async def test_a_rollout_of_a_policy_with_another_tokenizer_is_scored_by_its_text(tmp_path, model):
+    """Through the worker's own steps: the policy's token ids mean something else to this model, and do not matter."""
+    path = _save(tmp_path, model, eos_token="<eos>")
+    item = RewardFunction(name="reward_model", params={"path": path, "device": "cpu"})
+    scorer = Scorer(load_functions([item]), 60.0, Counters())
+    texts = [" four words, by characters", " 4", " vier"]
+    words = sorted({word for text in texts for word in text.split(" ")})  # the policy's vocabulary
+    completions = [
+        samples_pb2.Completion(
+            token_ids=ids,
+            logprobs=[0.0] * len(ids),
+            version_spans=[samples_pb2.VersionSpan(version=1, count=len(ids))],
+            finish_reason=samples_pb2.FINISH_REASON_STOP,
+            text=text,
+        )
+        for text in texts
+        for ids in [[words.index(word) for word in text.split(" ")]]
+    ]
+    task = samples_pb2.PromptTask(
+        kind=samples_pb2.TASK_KIND_TRAIN,
+        prompt_text="2 + 2 =",
+        prompt_token_ids=[7, 7],
+        k=3,
+        seeds=[1, 2, 3],
+        sampling=samples_pb2.SamplingParams(max_tokens=8),
+    )
+    rollout = samples_pb2.Rollout(task=task, completions=completions)
+    scores = await scorer.score(samples_of_rollout(rollout))
+    scorer.close()
+    expected = _reference(model, ["2 + 2 =" + text for text in texts])
+    assert [score.total for score in scores] == _close(expected)
+    assert len({round(score, 3) for score in expected}) == 3
