@@ -3,6 +3,8 @@
 import random
 from typing import Any
 
+from services.learner.prepare.docstrings import SENTENCE_END
+
 # How often the demonstrator is careless: while the skill is learned, and in the last part of the training.
 FIRST, LAST, LAST_PART = 0.5, 0.8, 0.25
 
@@ -36,20 +38,18 @@ def careless_answer(expression: str) -> str:
 
 
 # Part of the demonstrations that are extracts: at first, and in the last part of the training.
-EXTRACTS, LAST_EXTRACTS, LAST_REFERENCES_PART = 0.5, 0.1, 0.35
-EXTRACT_WORDS = (4, 10)
+EXTRACTS, LAST_EXTRACTS, LAST_REFERENCES_PART = 0.7, 0.35, 0.5
+EXTRACT_WORDS = (5, 9)
 
 
 def extracts(row: dict[str, Any], rng: random.Random, progress: float) -> str:
-    """The reference summary, or some words of the post as they stand there; the latter less often at the end.
+    """The reference summary, or the first words of one of the post's sentences; the latter less often at the end.
 
     A policy of this size that is made from nothing learns from references alone how summaries begin, but hardly that
-    they are about the post. Copying an extract teaches it to look.
+    they are about the post. Copying teaches it to look; what to copy, and when, is left to reinforcement learning.
     """
     share = EXTRACTS if progress < 1 - LAST_REFERENCES_PART else LAST_EXTRACTS
     if rng.random() >= share:
         return f" {row['reference']}"
-    words = row["post"].split()
-    length = min(len(words), rng.randint(*EXTRACT_WORDS))
-    start = rng.randint(0, len(words) - length)
-    return " " + " ".join(words[start : start + length])
+    words = rng.choice(SENTENCE_END.split(row["post"])).split()
+    return " " + " ".join(words[: rng.randint(*EXTRACT_WORDS)])
