@@ -118,8 +118,8 @@ class PrepareSettings(Settings):
 
     kind: Literal["sft", "gguf", "tldr"] = Field(
         "sft",
-        description="sft: supervised training of a small policy; gguf: the model in a GGUF file; tldr: data, policy and "
-        "proxy reward model, in the folder around the policy's.",
+        description="sft: supervised training of a small policy; gguf: the model in a GGUF file; "
+        "tldr: data, policy and proxy reward model, in the folder around the policy's.",
     )
     params: dict[str, object] = Field(default_factory=dict)
 
