@@ -86,7 +86,7 @@ def lag_metrics(
 
 
 def reward_metrics(groups: Sequence[Group], *, threshold: float | None) -> dict[str, float]:
-    """Mean and standard deviation of the rewards; where there is a threshold, the share that reaches it: reward/pass."""
+    """Mean and standard deviation of the rewards; the share that reaches the threshold, if there is one."""
     rewards = [sample.reward for group in groups for sample in group.completions]
     if not rewards:
         return {}
