@@ -204,7 +204,7 @@ def test_mistakes_in_a_recipe_are_clear_errors(mine, item, words):
 
 def test_penalties_alone_are_no_reward():
     params = {"mode": "subtract", "value": 1.0}
-    with pytest.raises(ConfigError, match="only penalties"):
+    with pytest.raises(ConfigError, match=r"found none \(missing_eos\)"):
         load_functions([RewardFunction(name="missing_eos", params=params)])
 
 
