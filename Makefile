@@ -4,6 +4,7 @@
 # TORCH_INDEX  one more package index for pip, where the default one serves no CPU build of torch
 # RECIPE       what `make run` runs; RUN_ARGS is passed on to `offbeat run`
 # PYTEST_ARGS  passed on to pytest
+# OFFBEAT_TAG  tag of the images; DOCKER_BUILD_ARGS is passed on to `docker build`
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -12,6 +13,8 @@ TORCH_INDEX ?=
 RECIPE ?= recipes/arithmetic_tiny.yaml
 RUN_ARGS ?=
 PYTEST_ARGS ?=
+OFFBEAT_TAG ?= latest
+DOCKER_BUILD_ARGS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -31,6 +34,7 @@ digest = $(shell cat $(1) | sha256sum | cut -c1-16)
 CPU_STAMP := $(VENV)/.installed-cpu-$(call digest,requirements/build.txt requirements/cpu.txt)
 PROJECT_STAMP := $(VENV)/.installed-project-$(call digest,pyproject.toml)
 DEV_STAMP := $(VENV)/.installed-dev-$(call digest,requirements/dev.txt)
+DOCKER_STAMP := $(VENV)/.installed-docker-$(call digest,requirements/docker.txt)
 PROTOS_STAMP := $(VENV_PROTOS)/.installed-$(call digest,requirements/protos.txt)
 
 .PHONY: help
@@ -56,6 +60,11 @@ $(PROJECT_STAMP): $(CPU_STAMP)
 $(DEV_STAMP): $(CPU_STAMP)
 	rm -f $(VENV)/.installed-dev-*
 	$(BIN)/$(LOCKED) -r requirements/dev.txt
+	touch $@
+
+$(DOCKER_STAMP): $(DEV_STAMP)
+	rm -f $(VENV)/.installed-docker-*
+	$(BIN)/$(LOCKED) -r requirements/docker.txt
 	touch $@
 
 $(PROTOS_STAMP): $(wildcard requirements/protos.txt)
@@ -86,6 +95,22 @@ test: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests, but for sl
 
 test-slow: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not docker' $(PYTEST_ARGS)
+
+## ---- images
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+.PHONY: images test-docker
+images: ## Build an image of each service
+	set -e; for service in checkpoint generator reward learner; do \
+		docker build $(DOCKER_BUILD_ARGS) --build-arg VERSION=$(VERSION) \
+			--build-arg TORCH_INDEX="$(TORCH_INDEX)" --build-arg PIP_FIND_LINKS="$${PIP_FIND_LINKS:-}" \
+			--file services/$$service/Dockerfile --tag offbeat/$$service:$(OFFBEAT_TAG) .; \
+	done
+
+test-docker: $(PROJECT_STAMP) $(DOCKER_STAMP) ## Build the images and train a run in containers
+	tests/docker/setup
+	$(BIN)/python -m pytest -m docker tests/docker $(PYTEST_ARGS)
 
 ## ---- lint
 

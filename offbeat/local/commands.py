@@ -12,7 +12,7 @@ from offbeat.config import Recipe
 from offbeat.config.service import RpcSettings
 from offbeat.errors import ConfigError
 from offbeat.local.supervisor import ProcessSpec
-from offbeat.local.threads import share_threads
+from offbeat.local.threads import cores_available, share_threads
 
 SERVICES = ("checkpoint", "generator", "reward", "learner")
 SECTIONS = {
@@ -106,9 +106,14 @@ def grace_seconds(recipe: Recipe) -> float:
     return max(part.rpc.drain_seconds for part in parts) + 10.0
 
 
+def threads_environment(recipe: Recipe, service: str, cores: int | None = None) -> dict[str, str]:
+    """Environment that holds a process of the service to its share of `cores` (None: those of this machine)."""
+    threads = share_threads(recipe, cores_available() if cores is None else cores)[service]
+    return {"OMP_NUM_THREADS": str(threads)}
+
+
 def _environment(recipe: Recipe, service: str, cores: int) -> dict[str, str]:
-    threads = share_threads(recipe, cores)[service]
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    return {**threads_environment(recipe, service, cores), "PYTHONUNBUFFERED": "1"}
 
 
 def _check_ports(service: str, rpc: RpcSettings, replicas: int) -> None:

@@ -16,6 +16,7 @@ from offbeat.config import Recipe, load_recipe
 from offbeat.config.load import dump_recipe
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.resume import check_settings
+from offbeat.rpc.entry import run_folder
 
 RECIPE_FILE = "recipe.yaml"
 LOCK_FILE = "lock"
@@ -84,6 +85,34 @@ class RunFolder:
         folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
         return folder, recipe
 
+    @classmethod
+    def take(cls, recipe: Recipe) -> "RunFolder":
+        """Makes the folder of a run whose processes others start, or takes it again to go on with that run.
+
+        The recipe must name the run; it takes the place of the one in the folder. Raises `ConfigError` when the folder
+        can't be written to, another process runs it, or a setting differs that may not change; then nothing is changed.
+        """
+        path = run_folder(recipe).resolve()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+        except PermissionError as error:
+            raise ConfigError(_not_ours(path, error)) from error
+        committed = Checkpoints(path, keep=recipe.learner.checkpoints.keep).committed()
+        try:
+            if committed:
+                check_settings(committed[-1], recipe)
+        except OffbeatError:
+            os.close(lock)
+            raise
+        folder = cls(path, lock)
+        folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
+        return folder
+
+    def keep_over_exec(self) -> None:
+        """The program that takes this process's place holds the lock until it ends."""
+        os.set_inheritable(self._lock, True)
+
     def close(self) -> None:
         """Gives the lock back."""
         os.close(self._lock)
@@ -142,6 +171,17 @@ def is_locked(path: Path) -> bool:
     except ConfigError:
         return True
     return False
+
+
+def _not_ours(path: Path, error: PermissionError) -> str:
+    # os.path: a folder that may not be searched counts as missing.
+    place = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+    owner = place.stat()
+    return (
+        f"run.directory: can't write to {error.filename or path}: {place} belongs to user {owner.st_uid}, group "
+        f"{owner.st_gid}, and this process is user {os.geteuid()}, group {os.getegid()}; run it as the owner "
+        "(docker compose: RUN_AS=UID:GID), or change the owner"
+    )
 
 
 def _lock(path: Path) -> int:

@@ -15,7 +15,7 @@ from blake3 import blake3
 from offbeat.checkpoints import Checkpoint, Checkpoints, Meta
 from offbeat.config import Recipe
 from offbeat.errors import ConfigError
-from offbeat.ledger import Ledger
+from offbeat.ledger import Ledger, finished
 from offbeat.resume import check_settings, fixed_settings
 from offbeat.rpc import RpcServer
 from offbeat.rpc.entry import run_folder, write_address
@@ -57,6 +57,13 @@ def run_rank(recipe: Recipe, *, rank: int, world: int) -> int:
     found = checkpoints.latest()
     if found is not None:
         check_settings(found, recipe)
+        if found.step == recipe.schedule.steps and finished(folder):
+            log.info(
+                "run %s is finished already, after %d steps; nothing is left to do. Its results are in %s. To train "
+                "anew, give another run.id; to go on with it, raise schedule.steps",
+                recipe.run_id, found.step, folder,
+            )  # fmt: skip
+            return 0
     trainer = Trainer(recipe, rank=rank, world=world)
     if found is not None:
         log.info("resuming from %s", found.path)

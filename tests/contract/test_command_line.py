@@ -8,7 +8,7 @@ from offbeat.local.commands import SERVICES
 
 COMMANDS = {
     "run": ["RECIPE", "--set", "--dry-run", "--resume", "--checkpoint", "--runs"],
-    "serve": ["SERVICE", "--recipe", "--set"],
+    "serve": ["SERVICE", "--recipe", "--set", "--share-cores"],
     "prepare": ["RECIPE", "--set"],
     "status": ["RUN", "--json", "--watch", "--runs"],
     "audit": ["RUN", "--runs", "--json"],

@@ -57,6 +57,7 @@ def _argument(name: str) -> str:
 def main(name: str) -> None:
     """Entry point of each of them."""
     print(f"{name} is told {sys.argv[1:]}", flush=True)
+    print(f"threads {os.environ.get('OMP_NUM_THREADS')}", flush=True)
     folder = Path(_argument("--recipe")).parent
     behaviour = os.environ["FAKE_LEARNER"] if name == "learner" else "waits"
     if behaviour == "waits":

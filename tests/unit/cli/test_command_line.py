@@ -1,6 +1,8 @@
 """What the command says when it is used wrongly, and what it prints without starting anything."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,13 +92,14 @@ def test_a_missing_model_is_one_line_and_leaves_nothing_behind(
         (["status", "none"], "run none: found neither a folder"),
         (["export", "none"], "run none: found neither a folder"),
         (["serve", "judge", "--recipe", "x"], "'judge' is not one of"),
+        (["serve", "learner", "--recipe", "recipe.yaml"], "run.id is not set"),
         (["prepare", "none.yaml"], "recipe none.yaml: can't be read"),
         (["status", "--json", "--watch"], "--json and --watch exclude each other"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes_end_with_2_and_say_what_to_do(
-    offbeat: Offbeat, tmp_path: Path, arguments: list[str], said: str
+    offbeat: Offbeat, recipe: Path, arguments: list[str], said: str
 ) -> None:
     result = offbeat(*arguments)
     assert result.returncode == 2
@@ -187,3 +190,22 @@ def test_doctor_gives_each_check_a_level(offbeat: Offbeat) -> None:
     assert len(lines) >= 12
     assert {line.split()[0] for line in lines} <= {"ok", "warn", "fail"}
     assert result.returncode == any(line.startswith("fail") for line in lines)
+
+
+def test_a_served_learner_has_a_folder_and_its_share_of_the_cores(
+    recipe: Path, tmp_path: Path
+) -> None:
+    fake_service.install(tmp_path)
+    words = ["serve", "learner", "--recipe", "recipe.yaml", "--set", "run.id=mine"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from offbeat.cli import main; main()", *words, "--share-cores"],
+        cwd=tmp_path,
+        env={**os.environ, "FAKE_LEARNER": "refuses", "OMP_NUM_THREADS": "77"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert f"threads {max(1, len(os.sched_getaffinity(0)) // 2)}" in done.stdout
+    assert (tmp_path / "runs" / "mine" / "recipe.yaml").is_file()

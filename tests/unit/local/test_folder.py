@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,83 @@ def test_a_setting_that_may_not_change_is_refused_before_anything_is_written(
     folder, resumed = RunFolder.resume(path, ["learner.optimizer.lr=1e-3"])
     folder.close()
     assert resumed.learner.optimizer.lr == 1e-3
+
+
+def named(recipe: Recipe, **changes: object) -> Recipe:
+    """The recipe of a run that others start; `changes` are of its `run` section."""
+    return recipe.model_copy(
+        update={"run": recipe.run.model_copy(update={"id": "mine", **changes})}
+    )
+
+
+def test_a_run_that_others_start_has_a_folder_and_goes_on_in_it(recipe: Recipe) -> None:
+    with RunFolder.take(named(recipe)) as folder:
+        assert load_recipe(folder.recipe_file) == named(recipe)
+        assert is_locked(folder.path)
+        with pytest.raises(ConfigError, match="is running it; stop that one first"):
+            RunFolder.take(named(recipe))
+    longer = named(recipe).model_copy(
+        update={"schedule": recipe.schedule.model_copy(update={"steps": 9})}
+    )
+    with RunFolder.take(longer) as folder:
+        assert load_recipe(folder.recipe_file).schedule.steps == 9
+
+
+def test_another_recipe_does_not_take_a_runs_folder(recipe: Recipe) -> None:
+    path = with_checkpoints(named(recipe), 2)
+    before = (path / "recipe.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"run\.seed was 0, is 7"):
+        RunFolder.take(named(recipe, seed=7))
+    assert (path / "recipe.yaml").read_text() == before
+    assert not is_locked(path)
+
+
+def test_a_run_without_a_name_has_no_folder_to_take(recipe: Recipe) -> None:
+    with pytest.raises(ConfigError, match=r"run\.id is not set"):
+        RunFolder.take(recipe)
+
+
+def test_the_lock_stays_with_the_program_that_takes_this_ones_place(recipe: Recipe) -> None:
+    path = Path(recipe.run.directory) / "mine"
+    program = "import sys; sys.stdin.read()"
+    script = (
+        "import os, sys; from offbeat.config import load_recipe; from offbeat.local.folder import RunFolder; "
+        "RunFolder.take(load_recipe(sys.argv[1], sys.argv[2:])).keep_over_exec(); "
+        f"print(1, flush=True); os.execv(sys.executable, [sys.executable, '-c', {program!r}])"
+    )
+    recipe_file = Path(__file__).parents[2] / "data" / "one_of_each.yaml"
+    settings = [f"run.directory={recipe.run.directory}", "run.id=mine"]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(recipe_file), *settings],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        assert is_locked(path)
+        process.communicate()
+    assert not is_locked(path)
+
+
+@pytest.fixture
+def somebody_elses_folder() -> Iterator[Path]:
+    """A folder that this process may look into and not write to."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o555)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield path
+    if root:
+        os.seteuid(0)
+    path.rmdir()
+
+
+def test_a_folder_of_somebody_else_is_one_clear_error(
+    recipe: Recipe, somebody_elses_folder: Path
+) -> None:
+    theirs = named(recipe, directory=str(somebody_elses_folder))
+    with pytest.raises(
+        ConfigError, match=rf"can't write to .*: {somebody_elses_folder} belongs to"
+    ):
+        RunFolder.take(theirs)

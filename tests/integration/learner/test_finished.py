@@ -1,0 +1,64 @@
+"""A learner that is started once more after the end of its run: a container engine or a cluster may well do that."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from offbeat.checkpoints import Checkpoints, Meta
+from offbeat.config import Recipe, load_recipe
+from offbeat.errors import OffbeatError
+from offbeat.ledger import Ledger
+from offbeat.resume import fixed_settings
+from services.learner.app import run_rank
+from tests.harness.whole_run import write_recipe
+
+NOWHERE = ["redis.url=redis://127.0.0.1:9/0", "checkpoint.address=127.0.0.1:9"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A run of two steps whose last checkpoint is there. Nothing listens where its services should be."""
+    return load_recipe(
+        write_recipe(tmp_path),
+        ["run.id=mine", "schedule.steps=2", "redis.outage_seconds=1", *NOWHERE],
+    )
+
+
+def at_the_end(recipe: Recipe, *events: str) -> Path:
+    folder = Path(recipe.run.directory) / "mine"
+    checkpoints = Checkpoints(folder, keep=2)
+    meta = Meta(2, 2, 1, {1: (0, 0)}, [(1, 0)], settings=fixed_settings(recipe))
+    checkpoints.commit(checkpoints.begin(1, 2), meta)
+    ledger = Ledger(folder, 1)
+    for event in events:
+        ledger.write(event, step=2)
+    ledger.close()
+    return folder
+
+
+def test_a_finished_run_stays_finished(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+    folder = at_the_end(recipe, "start", "step", "finish")
+    before = sorted(path for path in folder.rglob("*"))
+    with caplog.at_level(logging.INFO):
+        assert run_rank(recipe, rank=0, world=1) == 0
+    assert "run mine is finished already, after 2 steps" in caplog.text
+    assert sorted(path for path in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "events", [("start", "step"), ()], ids=["died before its end", "no ledger"]
+)
+def test_a_run_that_died_at_its_end_is_not_finished(
+    recipe: Recipe, events: tuple[str, ...]
+) -> None:
+    at_the_end(recipe, *events)
+    with pytest.raises(OffbeatError, match="training state"):  # it goes on to load the checkpoint
+        run_rank(recipe, rank=0, world=1)
+
+
+def test_a_finished_run_with_more_steps_goes_on(recipe: Recipe) -> None:
+    at_the_end(recipe, "start", "step", "finish")
+    longer = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": 4})})
+    with pytest.raises(OffbeatError, match="training state"):
+        run_rank(longer, rank=0, world=1)
