@@ -29,7 +29,7 @@ def check(address: str, service: str = "", *, timeout_seconds: float = 5.0) -> s
             answer = call(health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds)
         except grpc.RpcError as error:
             return str(error.code().name)
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -118,8 +118,13 @@ def closure(roots: Iterable[str], pins: dict[str, Pin]) -> list[Pin]:
 
 
 def applies(requirement: Requirement, extras: frozenset[str]) -> bool:
-    marker = requirement.marker
-    return marker is None or any(marker.evaluate({"extra": e}) for e in extras or {""})
+    """Whether this interpreter, or the first release of its minor version, needs it: the files are for all of them."""
+    first = ".".join(platform.python_version_tuple()[:2]) + ".0"
+    return requirement.marker is None or any(
+        requirement.marker.evaluate({"extra": extra, "python_full_version": version})
+        for extra in extras or {""}
+        for version in (platform.python_version(), first)
+    )
 
 
 def group(name: str, groups: dict[str, list]) -> list[str]:
