@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,23 @@ def _another_up_trains_nothing(project, run: Path):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     done = project.compose("up", "--no-build", "--exit-code-from", "learner", "--timeout", "20")
     assert f"run {RUN_ID} is finished already, after {STEPS} steps" in done.stdout
+    assert _first_to_end(done.stdout) == "learner"
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     changed = {path.name for path in after if after[path] != before.get(path)}
     assert changed <= {"recipe.yaml", "lock"}
+
+
+def _first_to_end(output: str) -> str:
+    """Service whose container ended first; with --exit-code-from, that ends all."""
+    return re.findall(r"(\w+)-1 exited with code", output)[0]
+
+
+def test_a_folder_of_somebody_else_is_said_and_left_alone(project):
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a folder for somebody else")
+    os.chown(project.runs, 4321, 4321)
+    assert project.compose("up", "--detach", "--no-build", check=False).returncode != 0
+    said = project.compose("logs", "runs").stdout
+    assert "runs/ belongs to user 4321" in said
+    assert "Set RUN_AS=4321:4321" in said
+    assert project.runs.stat().st_uid == 4321
