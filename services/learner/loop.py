@@ -397,6 +397,9 @@ class Loop:
         self._activity.enter("export")
         self._ranks.export(self._run_folder / "export")
         write_card(self._recipe, self._run_folder / "export", step=self._meta.step)
+        if self._recipe.learner.lora is not None:
+            adapter = self._run_folder / "adapter"
+            write_card(self._recipe, adapter, step=self._meta.step, adapter=True)
         if self.coordinator.ledger is not None:
             self.coordinator.ledger.write("finish", step=self._meta.step)
 

@@ -66,6 +66,7 @@ def test_an_adapter_is_trained_sent_and_exported(tmp_path, engine):
     for exported in (folder / "export", tmp_path / "again"):
         found = reference_logprobs(AutoModelForCausalLM.from_pretrained(exported).eval(), SEQUENCES)
         assert found[0] == pytest.approx(expected[0], abs=1e-4)
+    assert (folder / "adapter" / "README.md").exists()
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert "library_name: peft" in card
     assert "LoRA, r 4, alpha 8, all-linear" in card
