@@ -163,7 +163,13 @@ class VllmAsyncEngine(Engine):
             # The model folder's sampling defaults are not used: every task says how to sample.
             "generation_config": "vllm",
         }
-        defaults = {"enable_prefix_caching": True, "disable_log_stats": True}
+        defaults = {
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            # After a part of a prompt vLLM takes the step of a seeded request's random generator back, which the
+            # CPU's generator can't do: the engine would end. Prompts are short beside a batch there anyway.
+            "enable_chunked_prefill": False if self._on_cpu else None,
+        }
         try:
             arguments = AsyncEngineArgs(**own, **(defaults | settings.extra))
         except TypeError as error:

@@ -39,7 +39,12 @@ TOLERANCE = 1e-3
 MOVED = 0.05
 
 SETTINGS = {
-    "vllm": VllmEngine(name="vllm", max_num_seqs=SLOTS, kv_cache_memory_mb=64),
+    "vllm": VllmEngine(
+        name="vllm",
+        max_num_seqs=SLOTS,
+        kv_cache_memory_mb=64,
+        extra={"max_num_batched_tokens": CONTEXT},
+    ),
     "transformers": TransformersEngine(name="transformers", max_num_seqs=SLOTS),
 }
 
@@ -196,6 +201,16 @@ async def test_the_same_seed_gives_the_same_tokens_whatever_else_runs(loaded: Lo
     others = [request(temperature=1.0, seed=seed, max_tokens=9 + seed) for seed in range(12)]
     among, *_ = await asyncio.gather(*map(loaded.engine.generate, [wanted, *others]))
     assert among.token_ids == alone.token_ids
+
+
+async def test_more_prompt_tokens_may_come_than_a_batch_holds(loaded: Loaded) -> None:
+    prompts = [[1, *range(3 + i, 103 + i)] for i in range(SLOTS)]
+    sampled = [
+        request(request_id=f"long-{i}", prompt_token_ids=prompt, temperature=1.0, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    found = await asyncio.gather(*map(loaded.engine.generate, sampled))
+    assert all(completion.token_ids for completion in found)
 
 
 async def test_cancelling_frees_the_slot(loaded: Loaded) -> None:
