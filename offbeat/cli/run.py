@@ -60,10 +60,13 @@ def run(
 
 def _load(path: Path, overrides: list[str]) -> "Recipe":
     from offbeat.config import load_recipe
+    from offbeat.local.data import check_data_files
     from offbeat.local.model import check_model
 
     settings = load_recipe(path, overrides)
-    check_model(settings)  # before a folder is made for a run that can't start
+    # Before a folder is made for a run that can't start.
+    check_model(settings)
+    check_data_files(settings)
     return settings
 
 
@@ -79,9 +82,11 @@ def _run(folder: "RunFolder", settings: "Recipe") -> None:
 
     from offbeat.cli.display import Display
     from offbeat.cli.summary import print_summary
+    from offbeat.local.data import check_data_files
     from offbeat.local.run import run_recipe
     from offbeat.local.signals import run_until_signalled
 
+    check_data_files(settings)  # of a run that is resumed; a new one was checked before
     console = Console()
     with Display(console, settings.run_id) as display:
         display.event(f"run {settings.run_id}, folder {folder.path}")

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from offbeat.config.base import Settings
 
+PROMPT = "{prompt}"
+
 
 class ReasoningGymSource(Settings):
     """A seeded task generator of the `reasoning_gym` package. Columns: question, answer, entry (JSON)."""
@@ -24,6 +26,47 @@ class JsonlSource(Settings):
     path: str = Field(description="The file, absolute or relative to the recipe's folder.")
 
 
+class CsvSource(Settings):
+    """A local CSV file whose first line names the columns; every value is text."""
+
+    kind: Literal["csv"]
+    path: str = Field(description="The file, absolute or relative to the recipe's folder.")
+    delimiter: str = Field(",", min_length=1, max_length=1, description="Between two values.")
+
+
+class ParquetSource(Settings):
+    """A local Parquet file, or a folder whose ``*.parquet`` files are read in the order of their names."""
+
+    kind: Literal["parquet"]
+    path: str = Field(
+        description="The file or folder, absolute or relative to the recipe's folder."
+    )
+
+
+class HuggingFaceSource(Settings):
+    """A data set as the `datasets` package loads it: from the Hugging Face hub, or from a local folder."""
+
+    kind: Literal["huggingface"]
+    name: str | None = Field(None, description="owner/name on the hub.")
+    path: str | None = Field(
+        None,
+        description="A local folder laid out like a hub repository, or written by save_to_disk.",
+    )
+    config: str | None = Field(None, description="Name of the configuration (subset).")
+    split: str | None = Field(
+        None, description="Such as train or train[:1000]; null: train, where there are splits."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "HuggingFaceSource":
+        if (self.name is None) == (self.path is None):
+            raise ValueError("expected either name (on the hub) or path (a local folder)")
+        if self.revision is not None and self.path is not None:
+            raise ValueError("revision is only used with name; remove it")
+        return self
+
+
 class PythonSource(Settings):
     """A Python callable that returns a list of rows (dict of columns)."""
 
@@ -32,7 +75,61 @@ class PythonSource(Settings):
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments.")
 
 
-Source = Annotated[ReasoningGymSource | JsonlSource | PythonSource, Field(discriminator="kind")]
+PlainSource = Annotated[
+    ReasoningGymSource | JsonlSource | CsvSource | ParquetSource | HuggingFaceSource | PythonSource,
+    Field(discriminator="kind"),
+]
+
+
+class MixturePart(Settings):
+    """One source of a mixture."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_.-]+$", description="Value of the column `part` in its rows."
+    )
+    source: PlainSource
+    weight: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Its share of the prompts is weight / sum of weights; null in all parts: by their sizes.",
+    )
+    prompt: str | None = Field(None, description="As data.prompt, for this part.")
+    messages: str | None = Field(None, description="As data.messages, for this part.")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "MixturePart":
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("expected prompt or messages, found both; remove one")
+        return self
+
+
+class MixtureSource(Settings):
+    """Several sources, mixed in fixed shares. Each starts again from its first row on its own when it runs out."""
+
+    kind: Literal["mixture"]
+    parts: list[MixturePart] = Field(min_length=2)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "MixtureSource":
+        names = [part.name for part in self.parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two parts have the same name: {names}; names must differ")
+        if len({part.weight is None for part in self.parts}) > 1:
+            raise ValueError("expected a weight for every part or for none, found some with")
+        return self
+
+
+Source = Annotated[
+    ReasoningGymSource
+    | JsonlSource
+    | CsvSource
+    | ParquetSource
+    | HuggingFaceSource
+    | PythonSource
+    | MixtureSource,
+    Field(discriminator="kind"),
+]
 
 
 class DataSettings(Settings):
@@ -44,17 +141,38 @@ class DataSettings(Settings):
         description="Prompts for evaluation. Prompts that stand here too are taken out of train.",
     )
     prompt: str = Field(
-        "{prompt}", description="Format string over the columns that makes the prompt's text."
+        PROMPT, description="Format string over the columns that makes the prompt's text."
+    )
+    messages: str | None = Field(
+        None,
+        description="Column with a conversation (role and content of each turn) in place of `prompt`.",
     )
     chat: bool = Field(False, description="Put the text through the chat template as a user turn.")
-    system: str | None = Field(None, description="System turn of the chat template.")
+    system: str | None = Field(
+        None, description="System turn, for conversations that have none of their own."
+    )
+    chat_params: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further variables of the chat template, such as enable_thinking.",
+    )
+    columns: list[str] | None = Field(
+        None, description="Columns carried along to the reward functions; null: all."
+    )
     shuffle: bool = Field(True, description="Shuffle each epoch by the run's seed.")
     max_prompt_tokens: int = Field(
         512, gt=0, description="Longer prompts are dropped at the start, and counted."
     )
 
     @model_validator(mode="after")
-    def _system_needs_chat(self) -> "DataSettings":
-        if self.system is not None and not self.chat:
-            raise ValueError("system is only used with chat: true; remove it or set chat")
+    def _settings_fit(self) -> "DataSettings":
+        for name, value in (("system", self.system), ("chat_params", self.chat_params)):
+            if value not in (None, {}) and not self.chat:
+                raise ValueError(f"{name} is only used with chat: true; remove it or set chat")
+        if self.messages is not None and self.prompt != PROMPT:
+            raise ValueError("expected prompt or messages, found both; remove one")
+        sources = (self.train, self.heldout)
+        parts = [p for s in sources if isinstance(s, MixtureSource) for p in s.parts]
+        messages = [self.messages, *(part.messages for part in parts)]
+        if not self.chat and messages.count(None) < len(messages):
+            raise ValueError("messages need a chat template: set chat: true")
         return self

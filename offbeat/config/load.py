@@ -11,6 +11,9 @@ from pydantic import BaseModel, ValidationError
 from offbeat.config.recipe import Recipe
 from offbeat.errors import ConfigError
 
+MODEL_FUNCTIONS = ("reward_model", "perplexity")
+"""Built-in reward functions whose `path` is a model folder."""
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads the YAML file at `path` and applies overrides of the form ``a.b.c=value`` (value is YAML).
@@ -101,31 +104,32 @@ def _number(value: str) -> str | float:
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
     """Makes paths of the recipe absolute, so that every process finds them whatever its folder is."""
-    places = [
+    learner = tree.get("learner")
+    loss = learner.get("loss") if isinstance(learner, dict) else None
+    files = [
         (tree.get("model"), "path"),
-        (tree.get("learner"), "reference"),
-        (_lora(tree.get("learner")), "adapter"),
+        (learner, "reference"),
+        (_lora(learner), "adapter"),
         (_gguf_file(tree.get("prepare")), "file"),
-        *((source, "path") for source in _sources(tree.get("data"))),
-        *((function, "path") for function in _functions(tree.get("reward"))),
-        *((model, "path") for model in _reward_models(tree.get("reward"))),
-        *((_params(tree.get("prepare")), key) for key in ("gold", "demonstrator", "init")),
-        (
-            (tree.get("learner") or {}).get("loss")
-            if isinstance(tree.get("learner"), dict)
-            else None,
-            "path",
-        ),
+        (_params(tree.get("prepare")), "init"),
+        *((source, "path") for source in _sources(tree.get("data")) if not _is_code(source)),
+        *((params, "path") for params in _params_of(tree.get("reward"), *MODEL_FUNCTIONS)),
     ]
-    for node, key in places:
-        if not isinstance(node, dict) or not isinstance(node.get(key), str):
-            continue
-        value, separator, attribute = node[key].partition(":")
-        looks_like_module = separator and not value.endswith(".py")
-        if looks_like_module or Path(value).is_absolute():
-            continue
-        # A folder that isn't there yet (a model still to be prepared) has its place all the same.
-        node[key] = str((folder / value).resolve()) + separator + attribute
+    code = [
+        *((source, "path") for source in _sources(tree.get("data")) if _is_code(source)),
+        *((function, "path") for function in _functions(tree.get("reward"))),
+        *((_params(tree.get("prepare")), key) for key in ("gold", "demonstrator")),
+        (loss, "path"),
+    ]
+    # A file or folder that isn't there yet (a model still to be prepared) has its place all the same.
+    for node, key in files:
+        if isinstance(node, dict) and isinstance(node.get(key), str):
+            node[key] = str((folder / node[key]).resolve())
+    for node, key in code:
+        if isinstance(node, dict) and isinstance(node.get(key), str):
+            value, _, attribute = node[key].rpartition(":")
+            if value.endswith(".py"):
+                node[key] = f"{(folder / value).resolve()}:{attribute}"
 
 
 def _lora(learner: Any) -> Any:
@@ -141,7 +145,17 @@ def _gguf_file(prepare: Any) -> Any:
 
 
 def _sources(data: Any) -> list[Any]:
-    return [data.get("train"), data.get("heldout")] if isinstance(data, dict) else []
+    """The sources of train and heldout, those in mixtures included."""
+    found: list[Any] = []
+    for source in (data.get("train"), data.get("heldout")) if isinstance(data, dict) else ():
+        parts = source.get("parts") if isinstance(source, dict) else None
+        inner = parts if isinstance(parts, list) else []
+        found += [source, *(part.get("source") for part in inner if isinstance(part, dict))]
+    return [source for source in found if isinstance(source, dict)]
+
+
+def _is_code(source: dict[str, Any]) -> bool:
+    return source.get("kind") == "python"
 
 
 def _functions(reward: Any) -> list[Any]:
@@ -149,15 +163,16 @@ def _functions(reward: Any) -> list[Any]:
     return functions if isinstance(functions, list) else []
 
 
-def _reward_models(reward: Any) -> list[Any]:
+def _params_of(reward: Any, *names: str) -> list[Any]:
+    """The params of these built-in reward functions."""
     functions = [function for function in _functions(reward) if isinstance(function, dict)]
-    return [item.get("params") for item in functions if _takes_a_model(item)]
+    return [_params(function) for function in functions if _built_in(function) in names]
 
 
-def _takes_a_model(function: dict[str, Any]) -> bool:
+def _built_in(function: dict[str, Any]) -> str:
     # A built-in that is used twice is named by its path, since names must differ.
     built_in = str(function.get("path") or function.get("name"))
-    return built_in.rpartition(".")[2].partition(":")[0] in {"reward_model", "perplexity"}
+    return built_in.rpartition(".")[2].partition(":")[0]
 
 
 def _params(section: Any) -> Any:

@@ -24,14 +24,18 @@ log = logging.getLogger("services.learner")
 
 
 def main() -> int:
-    """Parses the recipe before anything heavy is imported, so that a mistake in it shows at once."""
+    """Parses the recipe and reads the data before anything heavy is imported: a mistake there shows at once."""
     recipe = parse_service_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     setup_logs(recipe.telemetry, "learner" if world == 1 else f"learner.{rank}")
     try:
+        from services.learner.data.dataset import load_dataset
+
+        # Only rank 0 issues prompts.
+        dataset = load_dataset(recipe) if rank == 0 else None
         from services.learner.app import run_rank
 
-        return run_rank(recipe, rank=rank, world=world)
+        return run_rank(recipe, rank=rank, world=world, dataset=dataset)
     except (ConfigError, DataError, ModelError, CheckpointError, StreamError, Fenced) as error:
         log.error("%s", error)
         return 2

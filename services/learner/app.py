@@ -27,11 +27,11 @@ from offbeat.weights.client import CheckpointClient
 from services.learner.background import Background
 from services.learner.cohorts import Cohorts
 from services.learner.coordinator import Coordinator
-from services.learner.data.prompts import Prompt, PromptMaker, usable
-from services.learner.data.sources import load_heldout, load_train
+from services.learner.data.dataset import Dataset
+from services.learner.data.prompts import Prompt
 from services.learner.evaluation import Evaluator
 from services.learner.loop import Loop
-from services.learner.model import check_model, load_tokenizer
+from services.learner.model import check_model
 from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks, follow
 from services.learner.recorder import Recorder
@@ -44,12 +44,14 @@ log = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 24
 """Of a completion in Redis: token id, log-prob, its part of the text, protobuf framing."""
 GROUP_OVERHEAD_BYTES = 2048
+DATA_FILE = "data.json"
+"""In the run's folder: what became of the rows of each source."""
 STOPPED = 143
 """Exit code of a learner that was told to stop before the run's end."""
 
 
-def run_rank(recipe: Recipe, *, rank: int, world: int) -> int:
-    """Runs one rank of the learner; returns the process's exit code."""
+def run_rank(recipe: Recipe, *, rank: int, world: int, dataset: Dataset | None) -> int:
+    """Runs one rank of the learner; returns the process's exit code. `dataset`: on rank 0 alone."""
     folder = run_folder(recipe)
     folder.mkdir(parents=True, exist_ok=True)
     check_model(recipe.model.path, max_context=recipe.model.max_context)
@@ -69,7 +71,7 @@ def run_rank(recipe: Recipe, *, rank: int, world: int) -> int:
         log.info("resuming from %s", found.path)
         trainer.load(found.path)
     try:
-        if rank > 0:
+        if dataset is None:
             # The launcher tells every rank to stop; rank 0 stops them after it has saved.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
@@ -77,7 +79,7 @@ def run_rank(recipe: Recipe, *, rank: int, world: int) -> int:
             return 0
         ranks = Ranks(trainer, world)
         try:
-            return _run_first_rank(recipe, folder, ranks, checkpoints, found, world)
+            return _run_first_rank(recipe, folder, ranks, checkpoints, found, world, dataset)
         finally:
             ranks.end()
     finally:
@@ -91,8 +93,10 @@ def _run_first_rank(
     checkpoints: Checkpoints,
     found: Checkpoint | None,
     world: int,
+    dataset: Dataset,
 ) -> int:
     learner_id = f"{socket.gethostname()}-{os.getpid()}"
+    (folder / DATA_FILE).write_text(json.dumps(dataset.as_dict(), indent=1), encoding="utf-8")
     controls = Controls()
     recorder = Recorder(recipe, folder, learner_id)
     _stop_on_signals(controls)
@@ -115,6 +119,7 @@ def _run_first_rank(
                     checkpoints,
                     found,
                     learner_id,
+                    dataset,
                 )
             )
             background.call(server.health.set_ready(True))
@@ -164,8 +169,9 @@ async def _prepare(
     checkpoints: Checkpoints,
     found: Checkpoint | None,
     learner_id: str,
+    dataset: Dataset,
 ) -> Loop:
-    """Loads the data, takes over the run, and makes the loop."""
+    """Takes over the run, and makes the loop."""
     meta = (
         found.meta()
         if found is not None
@@ -176,15 +182,7 @@ async def _prepare(
             "the learner needs redis.url and checkpoint.address: `offbeat run` sets them, "
             "elsewhere give them in the recipe"
         )
-    tokenizer = load_tokenizer(recipe.model.path)
-    maker = PromptMaker(recipe.data, tokenizer)
-    limit = min(
-        recipe.data.max_prompt_tokens, recipe.model.max_context - recipe.sampling.max_tokens
-    )
-    heldout_rows = load_heldout(recipe.data)
-    heldout = usable(heldout_rows, maker, limit=limit, what="data.heldout") if heldout_rows else []
-    rows = load_train(recipe.data, maker, {prompt.text for prompt in heldout})
-    prompts = usable(rows, maker, limit=limit, what="data.train")
+    prompts = dataset.train.all
     _check_prompts(meta, prompts)
     cohorts = Cohorts(
         prompts_per_step=recipe.schedule.cohort_size,
@@ -198,8 +196,8 @@ async def _prepare(
         streams=RedisLearnerStreams(recipe.redis.url, recipe.run_id, learner_id, recipe.redis),
         weights=CheckpointClient(recipe.checkpoint.address, recipe.run_id, learner_id),
         cohorts=cohorts,
-        tasks=TaskMaker(recipe, prompts),
-        evaluator=Evaluator(recipe, heldout) if recipe.evaluation is not None else None,
+        tasks=TaskMaker(recipe, dataset.train),
+        evaluator=Evaluator(recipe, dataset.heldout) if recipe.evaluation is not None else None,
     )
     parent = [meta.term, meta.step] if found is not None else None
     meta.term = await coordinator.start(
@@ -223,7 +221,7 @@ async def _prepare(
         recorder=recorder,
         checkpoints=checkpoints,
         meta=meta,
-        identity=identity(recipe, tokenizer),
+        identity=identity(recipe, dataset.tokenizer),
         first_sequences=[prompt.token_ids for prompt in prompts if len(prompt.token_ids) > 1][:8],
     )
 

@@ -1,11 +1,10 @@
 """Makes the prompt tasks of training cohorts. Used by `coordinator`."""
 
 import hashlib
-from collections.abc import Sequence
 
 from offbeat.config import Recipe
 from offbeat.v1 import samples_pb2 as samples
-from services.learner.data.prompts import Prompt, PromptOrder
+from services.learner.data.dataset import TrainingPrompts
 
 
 def seeds_of(run_seed: int, ordinal: int, k: int, *, salt: str = "train") -> list[int]:
@@ -20,10 +19,9 @@ def seeds_of(run_seed: int, ordinal: int, k: int, *, salt: str = "train") -> lis
 class TaskMaker:
     """Training tasks by ordinal."""
 
-    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, recipe: Recipe, prompts: TrainingPrompts) -> None:
         self._recipe = recipe
         self._prompts = prompts
-        self._order = PromptOrder(len(prompts), seed=recipe.run.seed, shuffle=recipe.data.shuffle)
         sampling = recipe.sampling
         self._sampling = samples.SamplingParams(
             temperature=sampling.temperature,
@@ -38,7 +36,7 @@ class TaskMaker:
         self, ordinal: int, *, attempt: int, term: int, min_version: int
     ) -> samples.PromptTask:
         """The task of an ordinal. In exact lag mode the version is the only one that may generate it."""
-        prompt = self._prompts[self._order.row(ordinal)]
+        prompt = self._prompts.at(ordinal)
         exact = self._recipe.schedule.lag_mode == "exact"
         return samples.PromptTask(
             run_id=self._recipe.run_id,

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from offbeat.streams.columns import RESERVED
 from offbeat.v1 import samples_pb2
 from services.reward.counters import Counters
 from services.reward.functions import RewardCallable
@@ -25,8 +26,6 @@ from services.reward.scoring import (
     check_values,
     combine,
 )
-
-RESERVED = ("prompts", "completions", "completion_token_ids", "finish_reasons")
 
 
 class Caller:

@@ -1,11 +1,11 @@
 """What reward functions see of a record: plain samples, made from rollouts and from `Score` requests."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.errors import DataError
+from offbeat.streams.columns import decode_columns
 from offbeat.streams.records import Malformed, check_rollout
 from offbeat.v1 import reward_pb2, samples_pb2
 
@@ -64,25 +64,6 @@ def sample_of_item(item: reward_pb2.ScoreItem) -> Sample:
         completion_token_ids=list(item.completion_token_ids),
         finish_reason=FINISH_REASONS[reason],
     )
-
-
-def decode_columns(columns: Mapping[str, samples_pb2.ColumnValue]) -> dict[str, Any]:
-    """Columns as Python values: json is parsed, a value that is not set is None. Raises `DataError`."""
-    return {name: _decode(name, value) for name, value in columns.items()}
-
-
-def _decode(name: str, value: samples_pb2.ColumnValue) -> Any:
-    kind = value.WhichOneof("value")
-    if kind is None:
-        return None
-    if kind != "json":
-        return getattr(value, kind)
-    try:
-        return json.loads(value.json)
-    except ValueError as error:
-        raise DataError(
-            f"column {name!r}: expected JSON, found {value.json[:80]!r} ({error})"
-        ) from error
 
 
 def _check_lengths(index: int, completion: samples_pb2.Completion) -> None:

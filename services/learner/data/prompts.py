@@ -1,19 +1,23 @@
-"""From rows of a data set to prompts in a deterministic order. Used by `coordinator` and `evaluation`."""
+"""From rows of a data set to prompts. Used by `dataset` and, for texts alone, by `prepare`."""
 
-import json
-import logging
-import random
-from collections.abc import Sequence
+import string
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from offbeat.config.data import DataSettings
-from offbeat.errors import DataError
+from offbeat.errors import ConfigError, DataError
+from offbeat.streams.columns import RESERVED, encode_column
 from offbeat.v1 import samples_pb2 as samples
+from services.learner.data.rows import Row
+from services.learner.data.sources import Part
 
-log = logging.getLogger(__name__)
-
-Row = dict[str, Any]
+PART = "part"
+"""Column that a mixture adds."""
+BATCH = 1000
+"""Texts that are tokenised together: enough for speed, few enough for memory."""
 
 
 @dataclass(frozen=True)
@@ -26,87 +30,131 @@ class Prompt:
 
 
 class PromptMaker:
-    """Turns a row into a prompt: format string, chat template, tokenizer. `tokenizer` is transformers'."""
+    """Turns rows into prompts: format string or messages, chat template, tokenizer."""
 
-    def __init__(self, settings: DataSettings, tokenizer: Any) -> None:
+    def __init__(self, settings: DataSettings, tokenizer: Any, part: Part | None = None) -> None:
+        """`tokenizer` is transformers'; None is enough for `plain_text`. `part`: whose rows, None: of the one source.
+
+        Raises `ConfigError` when it has no chat template and one is needed, or the format string is none.
+        """
         self._settings = settings
         self._tokenizer = tokenizer
+        self._prompt = settings.prompt if part is None else part.prompt
+        self._messages = settings.messages if part is None else part.messages
+        self._name = None if part is None else part.name
+        messages = self._messages
+        self._named = _column_names(self._prompt) if messages is None else {messages}
+        if settings.chat and tokenizer is not None and not tokenizer.chat_template:
+            raise ConfigError(
+                "data.chat is true, but the tokenizer of model.path has no chat template; "
+                "use a model that was trained on conversations, or data.chat: false"
+            )
 
-    def text(self, row: Row) -> str:
-        """The prompt's text, before the chat template. Raises `DataError` when a column is missing."""
+    def plain_text(self, row: Row) -> str | None:
+        """The filled-in format string; None when a column that it needs is null.
+
+        Raises `DataError` when a column is missing or its value does not fit.
+        """
+        if self._null(row):
+            return None
         try:
-            return self._settings.prompt.format(**row)
-        except (KeyError, IndexError) as error:
+            return self._prompt.format(**row)
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
             raise DataError(
-                f"data.prompt {self._settings.prompt!r} needs the column {error}; the row has: {', '.join(sorted(row))}"
+                f"the prompt {self._prompt!r} does not fit the row: {type(error).__name__}: {error}"
             ) from error
 
-    def make(self, row: Row) -> Prompt:
-        """The whole prompt."""
-        text = self.text(row)
-        if self._settings.chat:
-            turns = [{"role": "user", "content": text}]
-            if self._settings.system is not None:
-                turns.insert(0, {"role": "system", "content": self._settings.system})
-            text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
-            )
-        ids = self._tokenizer(text, add_special_tokens=not self._settings.chat)["input_ids"]
-        return Prompt(text, list(ids), {name: encode_column(value) for name, value in row.items()})
+    def text(self, row: Row) -> str | None:
+        """The whole prompt; None when there is none in the row (null or empty). Raises `DataError`."""
+        if self._messages is not None:
+            turns = None if self._null(row) else conversation(row[self._messages])
+        else:
+            plain = self.plain_text(row)
+            if not self._settings.chat:
+                return plain
+            turns = [{"role": "user", "content": plain}] if plain else None
+        return self._through_template(turns) if turns else None
 
-
-def encode_column(value: Any) -> samples.ColumnValue:
-    """A column's value as it travels to the rewards."""
-    if value is None:
-        return samples.ColumnValue()
-    if isinstance(value, bool):
-        return samples.ColumnValue(boolean=value)
-    if isinstance(value, int) and abs(value) < 2**63:
-        return samples.ColumnValue(integer=value)
-    if isinstance(value, float):
-        return samples.ColumnValue(number=value)
-    if isinstance(value, str):
-        return samples.ColumnValue(text=value)
-    return samples.ColumnValue(json=json.dumps(value, default=str))
-
-
-class PromptOrder:
-    """Which row an ordinal gets: each epoch is a permutation that depends on the seed and the epoch alone."""
-
-    def __init__(self, rows: int, *, seed: int, shuffle: bool) -> None:
-        if rows < 1:
+    def columns(self, row: Row) -> dict[str, samples.ColumnValue]:
+        """The columns that travel along. Raises `DataError`."""
+        wanted = self._settings.columns
+        carried = row if wanted is None else {name: row[name] for name in wanted if name in row}
+        reserved = sorted(set(carried) & {*RESERVED, *([PART] if self._name else [])})
+        if reserved:
             raise DataError(
-                "the training data has no usable prompts; see the counts of dropped ones in the log"
+                f"the column name {reserved[0]!r} is taken: reward functions get something else under it; "
+                "rename the column, or leave it out by data.columns"
             )
-        self._rows = rows
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = -1
-        self._order: list[int] = []
+        encoded = {name: encode_column(name, value) for name, value in carried.items()}
+        if self._name is not None:
+            encoded[PART] = encode_column(PART, self._name)
+        return encoded
 
-    def row(self, ordinal: int) -> int:
-        """Index of the row of an ordinal."""
-        epoch, place = divmod(ordinal, self._rows)
-        if epoch != self._epoch:
-            self._order = list(range(self._rows))
-            if self._shuffle:
-                random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return self._order[place]
+    def tokenize(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Token ids of texts that `text` made."""
+        for start in range(0, len(texts), BATCH):
+            batch = list(texts[start : start + BATCH])
+            # A chat template writes the special tokens itself.
+            yield from self._tokenizer(
+                batch,
+                add_special_tokens=not self._settings.chat,
+                return_attention_mask=False,
+                verbose=False,
+            )["input_ids"]
+
+    def _null(self, row: Row) -> bool:
+        """Whether a column that the prompt needs is null. Raises `DataError` when one is missing."""
+        missing = sorted(self._named - set(row))
+        if missing:
+            raise DataError(
+                f"the prompt needs the column {missing[0]!r}; the row has: {', '.join(sorted(row)) or 'none'}"
+            )
+        return any(row[name] is None for name in self._named)
+
+    def _through_template(self, turns: list[dict[str, Any]]) -> str:
+        system = self._settings.system
+        if system is not None and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": system}, *turns]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True, **self._settings.chat_params
+                )
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from error
 
 
-def usable(rows: Sequence[Row], maker: PromptMaker, *, limit: int, what: str) -> list[Prompt]:
-    """Prompts of the rows, without those longer than `limit` tokens and without empty ones; drops are logged."""
-    made = [maker.make(row) for row in rows]
-    kept = [prompt for prompt in made if 0 < len(prompt.token_ids) <= limit]
-    if len(kept) < len(made):
-        longest = max(len(prompt.token_ids) for prompt in made)
-        log.warning(
-            "%s: %d of %d prompts dropped: empty or longer than %d tokens (longest: %d)",
-            what, len(made) - len(kept), len(made), limit, longest,
-        )  # fmt: skip
-    if not kept:
+def conversation(turns: Any) -> list[dict[str, Any]]:
+    """The turns of a column with messages, checked. Raises `DataError` naming the turn that is none."""
+    if not isinstance(turns, list):
         raise DataError(
-            f"{what}: none of {len(made)} prompts has between 1 and {limit} tokens; see data.max_prompt_tokens"
+            f"expected a list of turns with role and content in the column of messages, found {type(turns).__name__}"
         )
-    return kept
+    for index, turn in enumerate(turns):
+        texts = [turn.get(key) for key in ("role", "content")] if isinstance(turn, dict) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise DataError(
+                f"expected role and content as text in turn {index} of the messages, found {str(turn)[:80]!r}"
+            )
+    if turns and turns[-1]["role"] == "assistant":
+        raise DataError(
+            "the last turn of the messages is the assistant's, which is what the policy shall write; "
+            "end the conversation with the turn before"
+        )
+    return turns
+
+
+def _column_names(template: str) -> set[str]:
+    """Columns that a format string names. Raises `ConfigError` when it is none."""
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ConfigError(f"prompt {template!r} is no format string: {error}") from error
+    names = {name.partition(".")[0].partition("[")[0] for name in fields}
+    unnamed = sorted(name for name in names if not name or name.isdigit())
+    if unnamed:
+        raise ConfigError(
+            f"prompt {template!r}: expected names of columns in braces, found {{{unnamed[0]}}}; name the column"
+        )
+    return names

@@ -1,55 +1,114 @@
-"""Rows of a data set, from each kind of source that a recipe can name. Used when the learner starts."""
+"""Loads what a recipe's `data.train` and `data.heldout` name. Used when the learner starts, and by `prepare`."""
 
-import json
-import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.config.data import DataSettings, JsonlSource, PythonSource, ReasoningGymSource, Source
+from offbeat.config.data import (
+    CsvSource,
+    DataSettings,
+    HuggingFaceSource,
+    JsonlSource,
+    MixtureSource,
+    ParquetSource,
+    PlainSource,
+    PythonSource,
+    ReasoningGymSource,
+    Source,
+)
 from offbeat.errors import DataError
-from offbeat.imports import load_object
-from services.learner.data.prompts import PromptMaker, Row
-
-log = logging.getLogger(__name__)
-
-
-def load_heldout(settings: DataSettings) -> list[Row]:
-    """Rows for evaluation; none when the recipe has no held-out data."""
-    return [] if settings.heldout is None else load_rows(settings.heldout, what="data.heldout")
+from offbeat.imports import load_callable
+from services.learner.data.files import read_csv, read_jsonl, read_parquet, row_place
+from services.learner.data.hub import read_huggingface
+from services.learner.data.rows import Rows
 
 
-def load_train(settings: DataSettings, maker: PromptMaker, heldout_texts: set[str]) -> list[Row]:
-    """Rows for training, without those whose prompt is held out. Raises `DataError` when nothing is left."""
-    rows = load_rows(settings.train, what="data.train")
-    if heldout_texts:
-        kept = [row for row in rows if maker.make(row).text not in heldout_texts]
-        if len(kept) < len(rows):
-            log.info(
-                "data.train: %d of %d rows left out: their prompt is held out",
-                len(rows) - len(kept),
-                len(rows),
-            )
-        rows = kept
-    if not rows:
-        raise DataError(
-            "data.train: no row is left once the held-out prompts are taken out; use another seed or more rows"
-        )
+@dataclass(frozen=True)
+class Part:
+    """One source of the data; a recipe without a mixture has a single one."""
+
+    rows: Rows
+    prompt: str
+    """Format string of the prompts, unless `messages` is set."""
+    messages: str | None = None
+    """Column with conversations."""
+    name: str | None = None
+    """Value of the column `part`; None without a mixture."""
+    weight: float | None = None
+    """In relation to the weights of the other parts; None: by the sizes of the parts."""
+
+    def error(self, index: int, what: object) -> DataError:
+        """An error that names row `index` and its place."""
+        return DataError(f"{self.rows.what}: {self.rows.place(index)}: {what}")
+
+
+@dataclass(frozen=True)
+class RawData:
+    """All rows that a recipe names."""
+
+    train: list[Part]
+    heldout: list[Part]
+
+
+def load_data(settings: DataSettings) -> RawData:
+    """Reads all sources. Imports no model library. Raises `DataError`, and `ConfigError` for a bad import path."""
+    heldout = settings.heldout
+    return RawData(
+        train=load_parts(settings.train, settings, what="data.train"),
+        heldout=[] if heldout is None else load_parts(heldout, settings, what="data.heldout"),
+    )
+
+
+def load_parts(source: Source, settings: DataSettings, *, what: str) -> list[Part]:
+    """The rows of a source, or of each part of a mixture. `what` names the place in the recipe for errors."""
+    if not isinstance(source, MixtureSource):
+        rows = load_rows(source, what=what)
+        return [Part(rows, settings.prompt, settings.messages)]
+    parts = []
+    for index, part in enumerate(source.parts):
+        rows = load_rows(part.source, what=f"{what}.parts.{index} ({part.name})")
+        own = part.prompt is not None or part.messages is not None
+        prompt = part.prompt if part.prompt is not None else settings.prompt
+        messages = part.messages if own else settings.messages
+        parts.append(Part(rows, prompt, messages, part.name, part.weight))
+    return parts
+
+
+def load_rows(source: PlainSource, *, what: str) -> Rows:
+    """Rows of a source, in its order. Raises `DataError` when there is none."""
+    rows = _read(source, what)
+    if not rows.rows:
+        raise DataError(f"{what}: expected rows, found none in {_shown(source)}; is it empty?")
     return rows
 
 
-def load_rows(source: Source, *, what: str) -> list[Row]:
-    """Rows of a source, in its order. `what` names the place in the recipe for errors."""
+def _read(source: PlainSource, what: str) -> Rows:
     match source:
         case ReasoningGymSource():
             return _reasoning_gym(source, what)
         case JsonlSource():
-            return _jsonl(Path(source.path), what)
+            return read_jsonl(Path(source.path), what)
+        case CsvSource():
+            return read_csv(Path(source.path), source.delimiter, what)
+        case ParquetSource():
+            return read_parquet(Path(source.path), what)
+        case HuggingFaceSource():
+            return read_huggingface(source, what)
         case PythonSource():
-            return _checked(load_object(source.path, key=f"{what}.path")(**source.params), what)
+            return _python(source, what)
 
 
-def _reasoning_gym(source: ReasoningGymSource, what: str) -> list[Row]:
-    # Item i is drawn with seed + i, so the items of neighbouring seeds overlap: `load_train` takes that into account.
+def _shown(source: PlainSource) -> str:
+    match source:
+        case ReasoningGymSource():
+            return source.dataset
+        case HuggingFaceSource():
+            return source.path or source.name or ""
+    return source.path
+
+
+def _reasoning_gym(source: ReasoningGymSource, what: str) -> Rows:
+    # Item i is drawn with seed + i, so the items of neighbouring seeds overlap; held-out prompts are left out later.
     import reasoning_gym
 
     try:
@@ -60,37 +119,29 @@ def _reasoning_gym(source: ReasoningGymSource, what: str) -> list[Row]:
         raise DataError(
             f"{what}: reasoning_gym can't make {source.dataset!r} with {source.params}: {error}"
         ) from error
-    return [
+    rows = [
         {"question": item["question"], "answer": item["answer"], "entry": item} for item in items
     ]
+    return Rows(what, rows, row_place(f"reasoning_gym {source.dataset}"))
 
 
-def _jsonl(path: Path, what: str) -> list[Row]:
+def _python(source: PythonSource, what: str) -> Rows:
+    function = load_callable(source.path, key=f"{what}.path")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{what}: {path} can't be read as UTF-8 text: {error}") from error
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{what}: {path}:{number}: expected a JSON object, found {line[:60]!r}: {error}"
-            ) from error
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{what}: {path}:{number}: expected a JSON object, found {type(row).__name__}"
-            )
-        rows.append(row)
-    return rows
-
-
-def _checked(rows: object, what: str) -> list[Row]:
-    if not isinstance(rows, Sequence) or not all(isinstance(row, dict) for row in rows):
+        found = function(**source.params)
+    except Exception as error:
+        # Somebody else's code may raise anything; for the user all of it means: this source gives no rows.
         raise DataError(
-            f"{what}: the callable must return a list of dicts (one a row), found {type(rows).__name__}"
+            f"{what}: {source.path} with {source.params} raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, Sequence):
+        raise DataError(
+            f"{what}: {source.path} must return a list of dicts (one a row), found {type(found).__name__}"
         )
-    return [dict(row) for row in rows]
+    for index, row in enumerate(found):
+        if not isinstance(row, dict) or not all(isinstance(name, str) for name in row):
+            raise DataError(
+                f"{what}: {source.path} must return a list of dicts with text as keys, "
+                f"found {str(row)[:80]!r} at index {index}"
+            )
+    return Rows(what, [dict(row) for row in found], row_place(source.path))

@@ -186,7 +186,7 @@ def _train_policy(
 
     set_seed(settings.sft.seed)
     model = new_policy(settings.sft, tokenizer)
-    examples = [Example(maker.text(row), f" {row['reference']}", row) for row in train]
+    examples = [Example(_prompt(maker, row), f" {row['reference']}", row) for row in train]
     train_policy(settings.sft, model, tokenizer, examples, lambda _: None, work / "sft")
     save_policy(settings.sft, model, tokenizer, out)
     return model
@@ -204,7 +204,7 @@ def _pairs(
     from transformers import set_seed
 
     set_seed(settings.seed)
-    prompts = [maker.text(row) for row in rows]
+    prompts = [_prompt(maker, row) for row in rows]
     sampled = [
         sample_texts(
             policy,
@@ -221,6 +221,13 @@ def _pairs(
         for row, texts in zip(rows, zip(*sampled, strict=True), strict=True)
     ]
     return label_pairs(rows, prompts, candidates, gold)
+
+
+def _prompt(maker: PromptMaker, row: Row) -> str:
+    text = maker.plain_text(row)
+    if text is None:
+        raise DataError(f"data.prompt needs a column that is null in {row}")
+    return text
 
 
 def _kinds(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:

@@ -50,9 +50,10 @@ def offbeat(
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """The recipe beside a folder that looks like a model."""
+    """The recipe beside a folder that looks like a model, and its data."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.read_text())
     return path
@@ -79,6 +80,17 @@ def test_a_missing_model_is_one_line_and_leaves_nothing_behind(
     assert result.stderr == (
         "model.path: expected a Hugging Face model folder with a config.json, found no such folder at "
         f"{tmp_path}/none; correct the path, or give the recipe a `prepare` section that makes the model\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_data_is_one_line_and_leaves_nothing_behind(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    result = offbeat("run", recipe, "--set", "data.train.path=none.jsonl")
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"data.train.path: expected a file at {tmp_path}/none.jsonl, found nothing; correct the path\n"
     )
     assert not (tmp_path / "runs").exists()
 

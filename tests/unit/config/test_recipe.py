@@ -10,6 +10,7 @@ from offbeat.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 
+PART = "{name: a, source: {kind: csv, path: a.csv}}"
 MINIMAL = """
 model: {path: model, dtype: float32, max_context: 64}
 data: {train: {kind: reasoning_gym, dataset: chain_sum, size: 10}, prompt: "{question}"}
@@ -46,6 +47,25 @@ def test_paths_are_relative_to_the_recipe(minimal, monkeypatch):
     assert load_recipe(minimal).model.path == str(minimal.parent / "model")
 
 
+def test_paths_of_data_and_code_are_relative_to_the_recipe(minimal):
+    """Also with colons in a folder's name, which mean something in a path of code alone."""
+    parts = [
+        "{name: a, source: {kind: csv, path: 'x:y/a.csv'}}",
+        "{name: b, source: {kind: python, path: 'rows.py:make'}}",
+        "{name: c, source: {kind: python, path: 'package.rows:make'}}",
+        "{name: d, source: {kind: huggingface, name: owner/name}}",
+        "{name: e, source: {kind: huggingface, path: folder}}",
+    ]
+    recipe = load_recipe(minimal, [f"data.train={{kind: mixture, parts: [{', '.join(parts)}]}}"])
+    folder = minimal.parent
+    paths = [getattr(part.source, "path", None) for part in recipe.data.train.parts]
+    assert paths == [
+        *(f"{folder}/x:y/a.csv", f"{folder}/rows.py:make", "package.rows:make"),
+        *(None, f"{folder}/folder"),
+    ]
+    assert recipe.data.train.parts[3].source.name == "owner/name"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -63,6 +83,22 @@ def test_paths_are_relative_to_the_recipe(minimal, monkeypatch):
         ("learner.batching.mini_batches=9", "more than schedule.prompts_per_step"),
         ("learner.old_logprobs=behaviour", "old_logprobs is not used by the loss online_dpo"),
         ("data.system=hello", "system is only used with chat"),
+        ("data.chat_params={a: 1}", "chat_params is only used with chat"),
+        ("data={train: {kind: csv, path: x}, messages: talk}", "messages need a chat template"),
+        ("data.messages=talk|data.chat=true", "expected prompt or messages, found both"),
+        ("data.train={kind: huggingface}", "expected either name (on the hub) or path"),
+        ("data.train={kind: huggingface, path: a, revision: b}", "revision is only used with name"),
+        ("data.train={kind: csv, path: a, delimiter: ab}", "data.train.csv.delimiter"),
+        (f"data.train={{kind: mixture, parts: [{PART}]}}", "at least 2 items"),
+        (f"data.train={{kind: mixture, parts: [{PART}, {PART}]}}", "names must differ"),
+        (
+            f"data.train={{kind: mixture, parts: [{PART}, {PART.replace('a,', 'b, weight: 1,')}]}}",
+            "a weight for every part or for none",
+        ),
+        (
+            f"data.train={{kind: mixture, parts: [{PART}, {PART.replace('a,', 'b, wieght: 1,')}]}}",
+            "data.train.mixture.parts.1.wieght: unknown key; did you mean weight?",
+        ),
         ("learner.loss={name: rloo}|sampling.top_p=0.9", "allow_biased_ratio"),
         ("generator={weight_update: drain, kv_on_update: keep}", "kv_on_update is not used"),
         ("reward.functions=[{name: a}, {name: a}]", "names must differ"),

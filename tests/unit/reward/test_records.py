@@ -5,8 +5,9 @@ import json
 import pytest
 
 from offbeat.errors import DataError
+from offbeat.streams.columns import decode_columns
 from offbeat.v1 import reward_pb2, samples_pb2
-from services.reward.records import decode_columns, sample_of_item, samples_of_rollout
+from services.reward.records import sample_of_item, samples_of_rollout
 
 STOP, LENGTH = samples_pb2.FINISH_REASON_STOP, samples_pb2.FINISH_REASON_LENGTH
 
