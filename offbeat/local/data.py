@@ -1,11 +1,16 @@
-"""Looks at the files of a recipe's data before anything is started: a missing file is known at once.
+"""Looks at a recipe's data before anything is started.
 
-What stands in them is checked by the learner, before it loads its model. Used by `offbeat run`.
+`offbeat run` makes sure that the files are there, which costs nothing; what stands in them is checked by the learner,
+before it loads its model. `offbeat doctor RECIPE` lets the learner's own code read all of it, and shows what it found.
 """
 
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from offbeat.config import Recipe
 from offbeat.config.data import (
@@ -18,6 +23,10 @@ from offbeat.config.data import (
     Source,
 )
 from offbeat.errors import DataError
+from offbeat.local.checks import Check, Level
+
+READ_SECONDS = 3600
+"""A large data set may be downloaded first."""
 
 
 def check_data_files(recipe: Recipe) -> None:
@@ -31,6 +40,47 @@ def check_data_files(recipe: Recipe) -> None:
                 (_check_folder if path.is_dir() else _check_file)(path, what)
             case HuggingFaceSource() if source.path is not None:
                 _check_folder(Path(source.path), what)
+
+
+def data_checks(recipe_file: Path, overrides: Sequence[str]) -> list[Check]:
+    """What the learner would make of the data: a line for each source, and the first prompt. Takes seconds or more."""
+    sets = [part for override in overrides for part in ("--set", override)]
+    words = [sys.executable, "-m", "services.learner.data", "--recipe", str(recipe_file), *sets]
+    try:
+        result = subprocess.run(
+            words, stdout=subprocess.PIPE, text=True, timeout=READ_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        found = f"not read within {READ_SECONDS} s"
+        return [Check("data", Level.FAIL, found, "use a local copy, or fewer rows")]
+    try:
+        found = json.loads(result.stdout)
+    except ValueError:
+        text = f"reading it ended with code {result.returncode}; see above"
+        return [Check("data", Level.FAIL, text, "install what is missing: requirements/cpu.txt")]
+    if "error" in found:
+        return [Check("data", Level.FAIL, found["error"], "correct the data or the recipe")]
+    first = found["first"]
+    text = (
+        f"{first['text'][:300]!r}, {first['tokens']} tokens, columns {', '.join(first['columns'])}"
+    )
+    lines = [_check_part(part, found["limit"]) for part in found["parts"]]
+    return [*lines, Check("first prompt", Level.OK, text)]
+
+
+def _check_part(part: dict[str, Any], limit: int) -> Check:
+    """One source's line: a warning where rows are dropped, because they may be missed."""
+    text = (
+        f"{part['used']} of {part['rows']} prompts used ({part['share']:.1%} of all issued); left out: "
+        f"{part['held_out']} held out, {part['empty']} empty, {part['too_long']} longer than {limit} tokens "
+        f"(longest: {part['longest']})"
+    )
+    if part["passes"]:
+        text += f"; each is used {part['passes']:.2f} times"
+    if part["empty"] + part["too_long"] == 0:
+        return Check(part["what"], Level.OK, text)
+    fix = "see data.max_prompt_tokens and model.max_context, or leave these rows out of the data"
+    return Check(part["what"], Level.WARN, text, fix)
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, PlainSource]]:

@@ -14,7 +14,7 @@ COMMANDS = {
     "audit": ["RUN", "--runs", "--json"],
     "report": ["RUN", "--out", "--runs"],
     "export": ["RUN", "--out", "--adapter", "--runs"],
-    "doctor": ["--deep"],
+    "doctor": ["RECIPE", "--set", "--deep"],
 }
 
 

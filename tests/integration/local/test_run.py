@@ -25,6 +25,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     fake_service.install(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "recipe.yaml").write_text(RECIPE.read_text())
     started: list[subprocess.Popen[str]] = []
 

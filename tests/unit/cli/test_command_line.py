@@ -196,6 +196,17 @@ def test_prepare_and_export_pass_on_what_they_are_told(
     assert f"the export of {folder} failed with exit code 1" in result.stderr
 
 
+def test_doctor_looks_at_a_recipe_and_its_data(
+    offbeat: Offbeat, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "train.jsonl").write_text("[1]\n")
+    result = offbeat("doctor", recipe)
+    assert result.returncode == 1
+    assert f"fail  data: data.train: {tmp_path}/train.jsonl:1: expected a JSON" in result.stdout
+    result = offbeat("doctor", recipe, "--set", "data.train.path=none.jsonl")
+    assert f"fail  recipe: data.train.path: expected a file at {tmp_path}/none" in result.stdout
+
+
 def test_doctor_gives_each_check_a_level(offbeat: Offbeat) -> None:
     result = offbeat("doctor")
     lines = [line for line in result.stdout.splitlines() if not line.startswith("      -> ")]

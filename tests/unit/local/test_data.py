@@ -1,10 +1,14 @@
 """What is missing of a recipe's data is said before anything is started."""
 
+import json
+
 import pytest
 
 from offbeat.config.load import parse_recipe
 from offbeat.errors import DataError
-from offbeat.local.data import check_data_files
+from offbeat.local.checks import Level
+from offbeat.local.data import check_data_files, data_checks
+from tests.harness.whole_run import write_recipe
 
 
 @pytest.fixture
@@ -59,3 +63,26 @@ def test_what_is_not_is_named(check, kind, path, said):
 def test_parts_of_a_mixture_are_named(check):
     with pytest.raises(DataError, match=r"data\.train\.parts\.1\.source\.path: expected a file"):
         check({"kind": "csv", "path": "rows.csv"}, {"kind": "jsonl", "path": "x"})
+
+
+@pytest.mark.slow
+def test_all_that_the_learner_would_make_of_the_data(tmp_path):
+    recipe = write_recipe(tmp_path)
+    lines = (tmp_path / "train.jsonl").read_text() + json.dumps({"prompt": "a" * 40}) + "\n"
+    (tmp_path / "train.jsonl").write_text(lines)
+    train, heldout, first = data_checks(recipe, ["data.shuffle=false"])
+    assert (train.name, train.level) == ("data.train", Level.WARN)
+    assert train.found == (
+        "50 of 51 prompts used (100.0% of all issued); left out: 0 held out, 0 empty, "
+        "1 longer than 24 tokens (longest: 40); each is used 0.64 times"
+    )
+    assert (heldout.name, heldout.level) == ("data.heldout", Level.OK)
+    assert first.found == "'aa', 2 tokens, columns prompt"
+
+
+def test_an_error_in_the_data_is_one_line(tmp_path):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n{broken\n')
+    (check,) = data_checks(recipe, [])
+    assert check.level is Level.FAIL
+    assert f"data.train: {tmp_path}/train.jsonl:2: expected a JSON object" in check.found
