@@ -114,6 +114,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
         (_params(tree.get("prepare")), "init"),
         *((source, "path") for source in _sources(tree.get("data")) if not _is_code(source)),
         *((params, "path") for params in _params_of(tree.get("reward"), *MODEL_FUNCTIONS)),
+        *((params, "api_key_file") for params in _params_of(tree.get("reward"), "judge")),
     ]
     code = [
         *((source, "path") for source in _sources(tree.get("data")) if _is_code(source)),

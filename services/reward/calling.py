@@ -53,10 +53,10 @@ class Caller:
         finally:
             self._counters.seconds += time.monotonic() - start
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Lets go of what the function holds."""
         self._lane.close()
-        self.function.close()
+        await self.function.close()
 
     async def _call(self, arguments: dict[str, Any], count: int) -> Any:
         try:
@@ -152,10 +152,10 @@ class Scorer:
             scores |= dict(zip(indices, part, strict=True))
         return [scores[index] for index in range(len(samples))]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Lets go of what the functions hold."""
         for caller in self._callers:
-            caller.close()
+            await caller.close()
 
     async def _score_alike(self, samples: Sequence[Sample]) -> list[samples_pb2.CompletionScore]:
         evaluation = samples[0].evaluation

@@ -73,7 +73,7 @@ async def serve(recipe: Recipe) -> None:
             await server.health.set_ready(False)
             await _leave(streams)
             activity.close()
-            scorer.close()
+            await scorer.close()
 
 
 @contextlib.asynccontextmanager

@@ -20,6 +20,7 @@ from services.reward.scoring import Role
 
 BUILT_IN = {
     "exact_match": "services.reward.functions.exact_match:ExactMatch",
+    "judge": "services.reward.functions.judge:Judge",
     "length_penalty": "services.reward.functions.length_penalty:LengthPenalty",
     "math": "services.reward.functions.math_answer:MathAnswer",
     "missing_eos": "services.reward.functions.missing_eos:MissingEos",
@@ -52,11 +53,13 @@ class RewardCallable:
         """Whether `argument` is passed to it."""
         return argument not in self.bound and (self.takes_all or argument in self.named)
 
-    def close(self) -> None:
-        """Lets go of what the function holds, if it has a `close`."""
+    async def close(self) -> None:
+        """Lets go of what the function holds, if it has a `close`, plain or async."""
         close = getattr(self.call, "close", None)
         if callable(close):
-            close()
+            closing = close()
+            if inspect.isawaitable(closing):
+                await closing
 
 
 def load_functions(settings: Sequence[RewardFunction]) -> list[RewardCallable]:

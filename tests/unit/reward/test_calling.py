@@ -190,7 +190,7 @@ async def test_a_synchronous_one_is_stuck_and_blocks_the_next_call_until_it_retu
             break
         except FunctionBlocked:
             await asyncio.sleep(0.001)
-    scorer.close()
+    await scorer.close()
 
 
 async def test_a_waiting_call_is_told_that_the_lane_is_blocked():
