@@ -94,7 +94,9 @@ class Run:
         await self.learner.close()
         await self.generator.close()
 
-    def worker(self, *functions: dict[str, Any] | str, **reward: Any) -> Service:
+    def worker(
+        self, *functions: dict[str, Any] | str, log_level: str = "INFO", **reward: Any
+    ) -> Service:
         """Starts a worker; a text names one of the functions above."""
         listed = [
             {"name": f, "path": f"{self.functions}:{f}"} if isinstance(f, str) else f
@@ -109,6 +111,7 @@ class Run:
             "learner": {"loss": {"name": "online_dpo"}},
             "reward": {"functions": listed, **reward},
             "redis": {"url": self._url, **REDIS},
+            "telemetry": {"log_level": log_level},
         }
         file = self.folder / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe))
