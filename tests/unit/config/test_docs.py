@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from offbeat.config import Recipe
 from offbeat.config.load import parse_recipe
+from services.reward.functions import load_functions
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,13 +28,29 @@ PIECES = [
     for page in PAGES
     for block in BLOCK.finditer(page.read_text())
 ]
+JUDGES = [piece for piece in PIECES if "template:" in piece.values[0]]
+
+
+def _whole(piece: str) -> Recipe:
+    """The recipe of a piece: what it does not show is the smallest that is allowed."""
+    sections = yaml.safe_load(piece).items()
+    shown = {name: REST.get(name, {}) | section for name, section in sections}
+    return parse_recipe(REST | shown, source="documentation")
 
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_piece_of_a_recipe_is_valid(piece):
-    """Sections that a piece does not show are the smallest that are allowed."""
-    parse_recipe(REST | yaml.safe_load(piece), source="documentation")
+    _whole(piece)
 
 
 def test_the_pages_show_pieces():
     assert len(PIECES) >= 12
+    assert len(JUDGES) >= 3
+
+
+@pytest.mark.parametrize("piece", JUDGES)
+def test_judges_that_are_shown_can_be_made(piece, monkeypatch):
+    """Params of reward functions are only looked at when a worker makes them."""
+    monkeypatch.setenv("JUDGE_API_KEY", "x")
+    recipe = _whole(piece)
+    assert len(load_functions(recipe.reward.functions)) == len(recipe.reward.functions)
