@@ -123,6 +123,11 @@ class PrepareSettings(Settings):
     )
     params: dict[str, object] = Field(default_factory=dict)
 
+    @property
+    def makes_data(self) -> bool:
+        """Whether the run's data is made too, so that it need not be there before."""
+        return self.kind == "tldr"
+
 
 class Recipe(Settings):
     """A whole run."""

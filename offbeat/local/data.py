@@ -24,13 +24,19 @@ from offbeat.config.data import (
 )
 from offbeat.errors import DataError
 from offbeat.local.checks import Check, Level
+from offbeat.local.model import model_is_there
 
 READ_SECONDS = 3600
 """A large data set may be downloaded first."""
 
 
 def check_data_files(recipe: Recipe) -> None:
-    """Raises `DataError` for the first file or folder that is missing, of the wrong kind, empty or not readable."""
+    """Raises `DataError` for the first file or folder that is missing, of the wrong kind, empty or not readable.
+
+    Nothing is missing where it is still to be made together with the model.
+    """
+    if recipe.prepare is not None and recipe.prepare.makes_data and not model_is_there(recipe):
+        return
     for what, source in _sources(recipe):
         match source:
             case JsonlSource() | CsvSource():

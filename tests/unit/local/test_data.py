@@ -60,6 +60,15 @@ def test_what_is_not_is_named(check, kind, path, said):
         check({"kind": kind, "path": path})
 
 
+def test_data_that_is_made_with_the_model_need_not_be_there_before(tmp_path, recipe):
+    prepare = {"kind": "tldr"}
+    tree = recipe.model_dump(mode="json") | {"prepare": prepare}
+    tree["data"]["train"]["path"] = str(tmp_path / "none.jsonl")
+    check_data_files(parse_recipe(tree, source="test"))
+    with pytest.raises(DataError):
+        check_data_files(parse_recipe(tree | {"prepare": {"kind": "sft"}}, source="test"))
+
+
 def test_parts_of_a_mixture_are_named(check):
     with pytest.raises(DataError, match=r"data\.train\.parts\.1\.source\.path: expected a file"):
         check({"kind": "csv", "path": "rows.csv"}, {"kind": "jsonl", "path": "x"})
