@@ -116,6 +116,41 @@ class ProximalRLOO(PolicyGradient):
     clip: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped to 1 ± clip.")
 
 
+class PPO(PolicyGradient):
+    """Proximal policy optimization with a critic (arXiv 1707.06347; details of arXiv 2410.18252)."""
+
+    min_k: ClassVar[int] = 1
+
+    name: Literal["ppo"]
+    kl_coef: float = Field(0.05, ge=0, description="Weight of the KL; 0: none.")
+    kl_in: Literal["reward", "loss"] = Field("reward", description="As in `PolicyGradient`.")
+    whiten_advantages: bool = Field(True, description="As in `PolicyGradient`.")
+    clip: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped to 1 ± clip.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of GAE.")
+    vf_coef: float = Field(0.1, gt=0, description="Weight of the critic's loss.")
+    value_clip: float | None = Field(
+        0.2, gt=0, description="Values are clipped to those of the step's start ± this; null: not."
+    )
+    critic: Literal["separate", "shared_head"] = Field(
+        "separate", description="A model of its own, or a head on the policy."
+    )
+    critic_model: str | None = Field(
+        None, description="Folder of a separate critic: a reward model; null: the policy's folder."
+    )
+    critic_lr: float | None = Field(
+        None, gt=0, description="Peak rate of a separate critic; null: the policy's."
+    )
+
+    @model_validator(mode="after")
+    def _critic_used(self) -> "PPO":
+        if self.critic == "shared_head" and (self.critic_model or self.critic_lr):
+            raise ValueError(
+                "critic_model and critic_lr are not used with critic: shared_head; remove them"
+            )
+        return self
+
+
 class GroupScaled(PolicyGradient):
     """Losses whose advantage is the reward less the group's mean, over a deviation."""
 
@@ -256,6 +291,7 @@ LossSettings = Annotated[
     | VarGrad
     | RLOO
     | ProximalRLOO
+    | PPO
     | GRPO
     | DrGRPO
     | DAPO

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from offbeat.config.learner import LearnerSettings
 from offbeat.errors import OffbeatError
-from services.learner.logprobs import TokenScorer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,7 +40,7 @@ class Engine:
     """A policy under training. Gradients are *summed* over ranks and micro-batches: a loss brings its normaliser."""
 
     def __init__(
-        self, scorer: TokenScorer, settings: LearnerSettings, dtype: str, device: torch.device
+        self, scorer: nn.Module, settings: LearnerSettings, dtype: str, device: torch.device
     ) -> None:
         self.device = device
         self.stage = int(settings.zero_stage)
@@ -65,20 +64,19 @@ class Engine:
         self._world = self._engine.world_size
 
     @property
-    def scorer(self) -> TokenScorer:
-        """The policy, for passes without gradient."""
-        scorer: TokenScorer = self._engine.module
-        return scorer
+    def scorer(self) -> Any:
+        """The scorer that it was built with, for passes without gradient."""
+        return self._engine.module
 
     @property
     def adam(self) -> torch.optim.Optimizer:
         """The AdamW that does the work, whatever DeepSpeed has wrapped around it."""
         return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
 
-    def score(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of `TokenScorer`, with gradient."""
-        logprobs, entropies = self._engine(*arguments)
-        return logprobs, entropies
+    def score(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """What the scorer returns, with gradient."""
+        outputs: tuple[Tensor, ...] = self._engine(*arguments)
+        return outputs
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the gradient of this rank's part of the loss; `last`: of this update."""
@@ -107,6 +105,13 @@ class Engine:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trained parameters by their names in the model, tied ones once."""
         return ((n, p) for n, p in self.scorer.model.named_parameters() if p.requires_grad)
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What `parameters` gives, and a value head, which is trained and saved but is no part of the model."""
+        yield from self.parameters()
+        head = getattr(self.scorer, "value_head", None)
+        if head is not None:
+            yield "value_head.weight", head.weight
 
     def gathered(self, parameter: nn.Parameter, *, write: bool = False) -> Any:
         """Context in which the whole parameter is there; with `write` rank 0's changes go to all ranks."""
@@ -168,7 +173,7 @@ class Engine:
         return self._engine.optimizer is self.adam
 
     def _clip(self) -> float:
-        parameters = [p for _, p in self.parameters()]
+        parameters = [p for _, p in self.trained()]
         return float(nn.utils.clip_grad_norm_(parameters, self._max_norm))
 
 

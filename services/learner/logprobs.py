@@ -77,9 +77,12 @@ class TokenScorer(nn.Module):
     0, 1, ... are right.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, value_head: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.value_head: nn.Linear | None = None
+        if value_head:
+            self._add_value_head()
         self._cuts_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(
@@ -89,8 +92,8 @@ class TokenScorer(nn.Module):
         completion_B: Tensor,
         first: int,
         temperature: float,
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies), both (B, T) float32, 0 at padding.
+    ) -> tuple[Tensor, ...]:
+        """(log-probs, entropies), both (B, T) float32, 0 at padding; with a value head values as well.
 
         `prompt_B`, `completion_B`: lengths, int64; `first`: the shortest prompt's length.
         """
@@ -105,13 +108,29 @@ class TokenScorer(nn.Module):
             logits_B_L_V.flatten(0, 1), tokens_B_S[:, first:].reshape(-1), temperature
         )
         shape = (len(tokens_B_S), len(positions_L))
-        return (
-            _completions(logprobs_N.view(shape), prompt_B - first, completion_B),
-            _completions(entropies_N.view(shape), prompt_B - first, completion_B),
-        )
+        outputs = [logprobs_N.view(shape), entropies_N.view(shape)]
+        if self.value_head is not None:
+            hidden = self._hidden.pop()
+            hidden = hidden if self._cuts_logits else hidden[:, positions_L]
+            outputs.append(self.value_head(hidden)[..., 0].float())
+        return tuple(completions(part, prompt_B - first, completion_B) for part in outputs)
+
+    def _add_value_head(self) -> None:
+        """A linear head, 0 at first, on what the output layer is given. It is no part of the model."""
+        output = self.model.get_output_embeddings()
+        size = self.model.config.get_text_config().hidden_size
+        weight = next(self.model.parameters())
+        self.value_head = nn.Linear(size, 1, bias=False, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(self.value_head.weight)
+        self._hidden: list[Tensor] = []
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            self._hidden[:] = [given[0]]
+
+        output.register_forward_pre_hook(keep)
 
 
-def _completions(values_B_L: Tensor, start_B: Tensor, length_B: Tensor) -> Tensor:
+def completions(values_B_L: Tensor, start_B: Tensor, length_B: Tensor) -> Tensor:
     """Moves each row's completion to the left edge: (B, L) -> (B, T)."""
     steps_T = torch.arange(int(length_B.max()), device=values_B_L.device)
     index_B_T = (start_B[:, None] + steps_T).clamp(max=values_B_L.shape[1] - 1)

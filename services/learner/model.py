@@ -86,7 +86,7 @@ def load_policy(folder: str | Path, *, dtype: str = "float32") -> PreTrainedMode
     from transformers.utils.logging import disable_progress_bar
 
     folder = Path(folder)
-    config = _without_dropout(_load_config(folder))
+    config = without_dropout(_load_config(folder))
     disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -153,7 +153,8 @@ def _load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration with every dropout at 0, changed in place."""
     # Ratios compare two forward passes of one policy; dropout would make them differ by chance.
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         values: dict[str, Any] = part.to_dict()

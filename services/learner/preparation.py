@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from services.learner.batching import MicroBatch, StepBatch, Unit, flattened, rows_in
-from services.learner.losses import Constants, PreparedLoss
+from services.learner.losses import Constants, PreparedLoss, ValueLoss
 
 
 def constants_of(
@@ -21,8 +21,9 @@ def constants_of(
     *,
     old: np.ndarray | None,
     reference: np.ndarray | None,
+    values: np.ndarray | None = None,
 ) -> Constants:
-    """What is known of units (whole groups, or single rows); `old` and `reference` are flat over the step."""
+    """What is known of units (whole groups, or single rows); `old`, `reference`, `values` are flat over the step."""
     rows = rows_in(units)
     index = batch.flat_index(rows)
     return Constants(
@@ -34,6 +35,7 @@ def constants_of(
         behaviour=batch.behaviour[index],
         old=None if old is None else old[index],
         reference=None if reference is None else reference[index],
+        values=None if values is None else values[index],
     )
 
 
@@ -46,14 +48,19 @@ class Preparation:
         batch: StepBatch,
         old: np.ndarray | None,
         reference: np.ndarray | None,
+        values: np.ndarray | None = None,
     ) -> None:
         self._loss, self._batch = loss, batch
-        self._old, self._reference = old, reference
+        self._old, self._reference, self._values = old, reference, values
+        self._returns: np.ndarray | None = None
         self._advantages: np.ndarray | None = None
         self._weights: np.ndarray | None = None
         if old is not None or not loss.advantages_use_old:
             groups = [tuple(batch.rows_of(group)) for group in range(len(batch.groups))]
-            self._advantages = loss.advantages(self._constants(groups))
+            constants = self._constants(groups)
+            self._advantages = loss.advantages(constants)
+            if isinstance(loss, ValueLoss):
+                self._returns = loss.returns(constants)
 
     def begin_update(self, units: Sequence[Unit]) -> list[Unit]:
         """Computes the weights of an update's units; returns what the update is cut into.
@@ -88,9 +95,19 @@ class Preparation:
             return padded, None
         return padded, self._batch.padded(weights, rows).to(logprobs_B_T)
 
+    def value_targets(self, rows: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values of the step's start, returns, and mask of rows, (B, T), of the type of `like`."""
+        assert self._values is not None
+        assert self._returns is not None
+        batch = self._batch
+        values, returns = batch.padded(self._values, rows), batch.padded(self._returns, rows)
+        return values.to(like), returns.to(like), batch.padded(batch.mask, rows).to(like.device)
+
     def _constants(self, units: Sequence[Unit], old: np.ndarray | None = None) -> Constants:
         known = self._old if old is None else old
-        return constants_of(self._batch, units, old=known, reference=self._reference)
+        return constants_of(
+            self._batch, units, old=known, reference=self._reference, values=self._values
+        )
 
     def _weights_of(self, constants: Constants, units: Sequence[Unit]) -> np.ndarray | None:
         assert self._advantages is not None

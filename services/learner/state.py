@@ -36,12 +36,23 @@ Entry = tuple[str, Tensor]
 def entries(engine: Engine) -> Iterator[Entry]:
     """(key, CPU tensor) of everything that training needs to go on, owned by the reader. Collective."""
     kinds = (None, *MOMENTS) if engine.adam_step else (None,)
-    for name, parameter in engine.parameters():
+    for name, parameter in engine.trained():
         for kind in kinds:
             value = engine.master(parameter, kind).detach().to("cpu", copy=True).contiguous()
             yield f"{kind or MASTER}/{name}", value.view(_shape(parameter))
     for rank, generator in enumerate(_gather_generators(engine.device)):
         yield f"rng/{rank}", generator
+
+
+def save(folder: Path, engine: Engine, scalars: dict[str, Any]) -> None:
+    """Writes an engine's state; rank 0 writes. Collective. CheckpointError on rank 0 when that fails."""
+    content = entries(engine)
+    try:
+        if dist.get_rank() == 0:
+            write(folder, content, scalars | {"adam_step": engine.adam_step})
+    finally:
+        for _ in content:
+            pass  # the other ranks take part in gathering each entry, so rank 0 must too
 
 
 def write(folder: Path, content: Iterable[Entry], scalars: dict[str, Any]) -> None:
@@ -70,7 +81,7 @@ def read(folder: Path, engine: Engine) -> dict[str, Any]:
     where = {key: folder / name for name, keys in scalars["files"].items() for key in keys}
     step = int(scalars["adam_step"])
     kinds = (None, *MOMENTS) if step else (None,)
-    wanted = {f"{kind or MASTER}/{name}" for name, _ in engine.parameters() for kind in kinds}
+    wanted = {f"{kind or MASTER}/{name}" for name, _ in engine.trained() for kind in kinds}
     found = {key for key in where if not key.startswith("rng/")}
     if wanted != found:
         raise CheckpointError(
@@ -79,7 +90,7 @@ def read(folder: Path, engine: Engine) -> dict[str, Any]:
         )
     with _Reader(where) as get:
         engine.restore_adam(step)
-        for name, parameter in engine.parameters():
+        for name, parameter in engine.trained():
             for kind in kinds:
                 _restore(engine, parameter, kind, get(f"{kind or MASTER}/{name}"), folder)
         _restore_generator(engine.device, scalars, get)

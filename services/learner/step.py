@@ -8,6 +8,7 @@ import numpy as np
 
 from services.learner import metrics
 from services.learner.batching import StepBatch
+from services.learner.losses import LossOutput
 from services.learner.preparation import Preparation
 
 
@@ -30,7 +31,13 @@ class StepState:
         self.seen = np.zeros(len(batch.samples), np.float32)
         self.start_everywhere = False
         self.grad_norms: list[float] = []
+        self.critic_grad_norms: list[float] = []
         self.learning_rate = 0.0
+
+    def count(self, output: LossOutput) -> None:
+        """Adds a loss's metrics to the step's means."""
+        for name, values in output.metrics.items():
+            self.means.add(name, float(values.float().sum()), values.numel())
 
     def note_start(
         self, logprobs: np.ndarray, rows: Sequence[int], *, everywhere: bool = False

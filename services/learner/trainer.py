@@ -33,6 +33,7 @@ from services.learner.batching import (
     rows_in,
     shares,
 )
+from services.learner.critic import Critic
 from services.learner.distributed import (
     broadcast_groups,
     broadcast_sequences,
@@ -42,12 +43,17 @@ from services.learner.distributed import (
 )
 from services.learner.engine import Engine
 from services.learner.logprobs import TokenScorer
-from services.learner.losses import LossInputs, LossOutput, PreparedLoss, build_loss
+from services.learner.losses import LossInputs, LossOutput, PreparedLoss, ValueLoss, build_loss
+from services.learner.losses.ppo import PPOLoss
 from services.learner.model import check_model, load_policy, write_model
 from services.learner.preparation import Preparation
 from services.learner.schedule import learning_rate
+from services.learner.scoring import Passes
 from services.learner.snapshot import Snapshot
 from services.learner.step import StepState
+
+# Place of the values among the outputs of a `TokenScorer` with a value head.
+VALUES = 2
 
 
 class Trainer:
@@ -73,8 +79,12 @@ class Trainer:
         )
         join(rank, world, rendezvous)
         self._device = device_of(rank)
+        self._passes = Passes(recipe, rank=rank, world=world, device=self._device)
         self._adapter: lora.Adapter | None = None
         self._engine = self._build_engine()
+        self._critic: Critic | None = None
+        if isinstance(self._loss, PPOLoss) and not self._loss.shares_policy:
+            self._critic = Critic(recipe, self._loss, self._passes)
         self._reference = self._build_reference()
         self._updates = 0
         self.on_part: Callable[[str], None] | None = None
@@ -104,13 +114,16 @@ class Trainer:
             batch = StepBatch(
                 groups, self._loss.units, mask_truncated=self._settings.mask_truncated
             )
-        step = StepState(batch, clock, self._loss.metric_names)
+        value_names = self._loss.value_metric_names if isinstance(self._loss, ValueLoss) else ()
+        step = StepState(batch, clock, (*self._loss.metric_names, *value_names))
         with clock("reference"):
             step.reference = self._reference_logprobs(batch)
         with clock("old"):
             self._fix_old_logprobs(step)
         if isinstance(self._loss, PreparedLoss):
-            step.preparation = Preparation(self._loss, batch, step.old, step.reference)
+            with clock("values"):
+                values = self._values(batch)
+            step.preparation = Preparation(self._loss, batch, step.old, step.reference, values)
         count = self._settings.batching.mini_batches
         for _ in range(self._settings.batching.passes):
             for part in mini_batches(len(batch.groups), count):
@@ -153,7 +166,7 @@ class Trainer:
             completions = torch.from_numpy(lengths[rows] - 1).to(self._device)
             with torch.no_grad():
                 arguments = (tokens.to(self._device), prompts, completions, 1, 1.0)
-                logprobs, _ = self._engine.scorer(*arguments)
+                logprobs, *_ = self._engine.scorer(*arguments)
             for row, values in zip(rows, logprobs.tolist(), strict=True):
                 results[row] = values[: lengths[row] - 1]
         return results
@@ -163,18 +176,21 @@ class Trainer:
 
         CheckpointError on rank 0 when it can't; the other ranks do not notice, and training can go on.
         """
-        entries = state.entries(self._engine)
         try:
-            if self._rank == 0:
-                state.write(folder, entries, self._scalars())
+            # The critic first: where both can't be written, the policy's file of scalars is missing.
+            if self._critic is not None:
+                self._critic.save(folder, self._scalars())
         finally:
-            for _ in entries:
-                pass  # the other ranks take part in gathering each entry, so rank 0 must too
-            dist.barrier()
+            try:
+                state.save(folder, self._engine, self._scalars())
+            finally:
+                dist.barrier()
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote, by any number of ranks and ZeRO stage. CheckpointError when it does not fit."""
         self._updates = int(state.read(folder, self._engine)["updates"])
+        if self._critic is not None:
+            self._critic.load(folder)
 
     def export(self, folder: Path) -> None:
         """Writes a model folder (safetensors, config, tokenizer) that transformers loads; rank 0 writes.
@@ -198,6 +214,8 @@ class Trainer:
     def close(self) -> None:
         """Frees the engine. The process group stays: it lives as long as the process."""
         self._engine.close()
+        if self._critic is not None:
+            self._critic.close()
 
     # ---- construction
 
@@ -213,7 +231,9 @@ class Trainer:
             )
         if self._settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return Engine(TokenScorer(model), self._settings, self._recipe.model.dtype, self._device)
+        shared = isinstance(self._loss, ValueLoss) and self._loss.shares_policy
+        scorer = TokenScorer(model, value_head=shared)
+        return Engine(scorer, self._settings, self._recipe.model.dtype, self._device)
 
     def _build_reference(self) -> TokenScorer | None:
         if not self._loss.needs_reference:
@@ -240,7 +260,15 @@ class Trainer:
             return given
         shared = self._adapter if self._reference is self._engine.scorer else None
         with shared.reference() if shared is not None else nullcontext():
-            return self._score(self._reference, batch, batch.used_rows())
+            return self._passes.score(self._reference, batch, batch.used_rows())
+
+    def _values(self, batch: StepBatch) -> np.ndarray | None:
+        """The critic's values at the step's start, flat; None for a loss without a critic."""
+        if self._critic is not None:
+            return self._critic.values(batch, batch.used_rows())
+        if isinstance(self._loss, ValueLoss):
+            return self._passes.score(self._engine.scorer, batch, batch.used_rows(), VALUES)
+        return None
 
     def _fix_old_logprobs(self, step: StepState) -> None:
         """pi_old for the whole step; with a single update it is the policy of that update itself."""
@@ -249,22 +277,12 @@ class Trainer:
             step.old = batch.behaviour
         elif self._loss.needs_old and (self._settings.updates_per_step > 1 or self._old_first):
             rows = batch.used_rows()
-            step.old = self._score(self._engine.scorer, batch, rows)
+            step.old = self._passes.score(self._engine.scorer, batch, rows)
             step.note_start(step.old, rows, everywhere=True)
 
     @property
     def _old_first(self) -> bool:
         return isinstance(self._loss, PreparedLoss) and self._loss.old_first
-
-    @torch.no_grad()
-    def _score(self, scorer: TokenScorer, batch: StepBatch, rows: Sequence[int]) -> np.ndarray:
-        """Log-probs of the rows under a model, flat, on every rank; 0 elsewhere. Each rank runs its share."""
-        flat = np.zeros(len(batch.behaviour), np.float32)
-        for micro_batch in self._share(batch, [(row,) for row in rows]):
-            chosen = rows_in(micro_batch)
-            logprobs, _ = scorer(*self._arguments(batch, chosen))
-            flat += flattened(logprobs, batch, chosen)
-        return sum_over_ranks(flat)
 
     # ---- updates
 
@@ -279,24 +297,32 @@ class Trainer:
             scale = 1.0 / max(1, self._normaliser(batch, part))
             capacity = self._settings.batching.micro_batch_tokens
             with step.clock("forward_backward"):
-                if fits(units, batch.total_lengths, capacity):
-                    self._accumulate(step, self._share(batch, units), scale)
+                # A single row is the least that a pass can take, whatever its length.
+                rows_alone = all(len(unit) == 1 for unit in units)
+                if rows_alone or fits(units, batch.total_lengths, capacity):
+                    self._accumulate(step, self._passes.share(batch, units), scale)
                 else:
                     self._accumulate_apart(step, units, scale)
             with step.clock("optimizer"):
                 step.grad_norms.append(self._engine.step(rate))
+            if self._critic is not None:
+                with step.clock("critic"):
+                    self._critic.update(step, units, scale, rate)
         self._updates += 1
         step.learning_rate = rate
 
     def _accumulate(self, step: StepState, share: Share, scale: float) -> None:
         """Gradient of a mini-batch whose units fit into micro-batches."""
         for number, micro_batch in enumerate(share):
-            logprobs_B_T = self._forward(step, micro_batch)
-            loss = logprobs_B_T.sum() * 0.0  # what a rank without work has to offer
+            logprobs_B_T, *values = self._forward(step, micro_batch)
+            # What a rank without work has to offer; a value head takes part in it.
+            loss = sum((part.sum() for part in values), logprobs_B_T.sum()) * 0.0
             if micro_batch:
                 output = self._loss(self._inputs(step, micro_batch, logprobs_B_T))
                 loss = output.terms.sum() * scale
                 self._count(step, output, scale)
+                if values:
+                    loss = loss + self._value_loss(step, micro_batch, values[0], scale)
             self._engine.backward(loss, last=number == len(share) - 1)
 
     def _accumulate_apart(self, step: StepState, units: Sequence[Unit], scale: float) -> None:
@@ -306,7 +332,7 @@ class Trainer:
         rows one by one, each log-prob weighted with that constant.
         """
         batch, rows = step.batch, rows_in(units)
-        logprobs_B_T = batch.padded(self._score(self._engine.scorer, batch, rows), rows)
+        logprobs_B_T = batch.padded(self._passes.score(self._engine.scorer, batch, rows), rows)
         logprobs_B_T = logprobs_B_T.to(self._device).requires_grad_()
         output = self._loss(self._inputs(step, list(units), logprobs_B_T))
         (output.terms.sum() * scale).backward()
@@ -314,28 +340,43 @@ class Trainer:
         if self._rank == 0:
             self._count(step, output, scale)
         weights = flattened(logprobs_B_T.grad, batch, rows)
-        share = self._share(batch, [(row,) for row in rows])
+        share = self._passes.share(batch, [(row,) for row in rows])
         for number, micro_batch in enumerate(share):
-            scores_B_T = self._forward(step, micro_batch)
+            scores_B_T, *_ = self._forward(step, micro_batch)
             loss = scores_B_T.sum() * 0.0
             if micro_batch:
                 weights_B_T = batch.padded(weights, rows_in(micro_batch)).to(self._device)
                 loss = (scores_B_T * weights_B_T).sum()
             self._engine.backward(loss, last=number == len(share) - 1)
 
-    def _forward(self, step: StepState, micro_batch: MicroBatch) -> Tensor:
-        """Log-probs (B, T) with gradient; notes entropy and, in the first update, the start's log-probs."""
+    def _value_loss(
+        self, step: StepState, units: MicroBatch, values_B_T: Tensor, scale: float
+    ) -> Tensor:
+        """The loss of a critic that is a head on the policy."""
+        assert isinstance(self._loss, ValueLoss)
+        assert step.preparation is not None
+        targets = step.preparation.value_targets(rows_in(units), values_B_T)
+        output = self._loss.value_terms(values_B_T, *targets)
+        step.count(output)
+        return output.terms.sum() * scale
+
+    def _forward(self, step: StepState, micro_batch: MicroBatch) -> list[Tensor]:
+        """Log-probs and, with a value head, values, (B, T) with gradient.
+
+        Notes entropy and, in the first update, the start's log-probs.
+        """
         rows = rows_in(micro_batch)
         batch = step.batch
-        logprobs_B_T, entropies_B_T = self._engine.score(*self._arguments(batch, rows))
+        arguments = self._passes.arguments(batch, rows)
+        logprobs_B_T, entropies_B_T, *values = self._engine.score(*arguments)
         if not rows:
-            return logprobs_B_T
+            return [logprobs_B_T, *values]
         mask_B_T = batch.padded(batch.mask, rows).to(self._device)
         total = torch.where(mask_B_T, entropies_B_T, 0.0).sum()
         step.means.add("entropy", float(total), int(mask_B_T.sum()))
         if not step.grad_norms and not step.start_everywhere:
             step.note_start(flattened(logprobs_B_T, batch, rows), rows)
-        return logprobs_B_T
+        return [logprobs_B_T, *values]
 
     def _inputs(self, step: StepState, units: MicroBatch, logprobs_B_T: Tensor) -> LossInputs:
         rows, batch = rows_in(units), step.batch
@@ -361,8 +402,7 @@ class Trainer:
 
     def _count(self, step: StepState, output: LossOutput, scale: float) -> None:
         step.means.add("loss", float(output.terms.detach().sum()) * scale, 0)
-        for name, values in output.metrics.items():
-            step.means.add(name, float(values.float().sum()), values.numel())
+        step.count(output)
 
     def _normaliser(self, batch: StepBatch, part: range) -> int:
         if self._loss.normalise_by == "group":
@@ -387,37 +427,6 @@ class Trainer:
                     tensors[name] = _host_copy(parameter)
         return tensors
 
-    def _share(self, batch: StepBatch, units: Sequence[Unit]) -> Share:
-        """This rank's micro-batches."""
-        batching = self._settings.batching
-        return shares(
-            units,
-            batch.total_lengths,
-            world=self._world,
-            max_tokens=batching.micro_batch_tokens,
-            bucket=batching.bucket_by_length,
-        )[self._rank]
-
-    @property
-    def _temperature(self) -> float:
-        return self._settings.logprob_temperature or self._recipe.sampling.temperature
-
-    def _arguments(self, batch: StepBatch, rows: Sequence[int]) -> tuple[Any, ...]:
-        """Arguments of `TokenScorer`; without rows, those of the smallest forward pass."""
-        temperature = self._temperature
-        if not rows:
-            one = torch.ones(1, dtype=torch.int64, device=self._device)
-            return (
-                torch.zeros(1, 2, dtype=torch.int64, device=self._device),
-                one,
-                one,
-                1,
-                temperature,
-            )
-        tokens, prompts, completions, first = batch.collate(rows)
-        device = self._device
-        return tokens.to(device), prompts.to(device), completions.to(device), first, temperature
-
     def _metrics(self, step: StepState) -> dict[str, float]:
         with step.clock("metrics"):
             if not step.start_everywhere:
@@ -425,7 +434,7 @@ class Trainer:
             step.means.vector = sum_over_ranks(step.means.vector)
             found = metrics.of_samples(step.batch)
             rows = np.flatnonzero(step.seen)
-            comparable = self._temperature == self._recipe.sampling.temperature
+            comparable = self._passes.temperature == self._recipe.sampling.temperature
             found |= metrics.of_policies(
                 step.batch, rows, step.start, step.reference, to_behaviour=comparable
             )
@@ -433,12 +442,13 @@ class Trainer:
         if step.grad_norms:
             found["grad_norm"] = float(np.mean(step.grad_norms))
             found["loss"] = step.means.total("loss") / len(step.grad_norms)
+        if step.critic_grad_norms:
+            found["critic_grad_norm"] = float(np.mean(step.critic_grad_norms))
         return found | step.clock.metrics()
 
     def _scalars(self) -> dict[str, Any]:
         return {
             "updates": self._updates,
-            "adam_step": self._engine.adam_step,
             "ranks": self._world,
             "zero_stage": self._engine.stage,
             "device": self._device.type,

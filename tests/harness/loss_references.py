@@ -26,6 +26,8 @@ class Completion:
     ref: list[float]
     advantage: list[float] = field(default_factory=list)
     weight: list[float] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    target: list[float] = field(default_factory=list)
 
 
 Groups = list[list[Completion]]
@@ -167,6 +169,55 @@ def set_advantages(
             c.advantage = [(a - mean) / (deviation + 1e-8) for a in c.advantage]
 
 
+def token_rewards(groups: Groups, s: dict[str, Any]) -> list[list[float]]:
+    """PPO's rewards: the KL of each token, the score at the last one; whitening keeps the mean."""
+    rewards = []
+    for c in flat(groups):
+        row = [0.0] * len(c.pi)
+        if s["kl_in"] == "reward":
+            row = [-s["kl_coef"] * (o - r) for o, r in zip(c.old, c.ref, strict=True)]
+        score = c.reward * s["reward_scale"]
+        if s["reward_clip"] is not None:
+            score = min(s["reward_clip"], max(-s["reward_clip"], score))
+        row[-1] += score
+        rewards.append(row)
+    if s["whiten_rewards"]:
+        deviation = stdev([r for row in rewards for r in row])
+        rewards = [[r / (deviation + 1e-8) for r in row] for row in rewards]
+    return rewards
+
+
+def set_gae(groups: Groups, s: dict[str, Any]) -> None:
+    """The definition, term by term: A_t = sum over l of (gamma lambda)^l delta_{t+l}."""
+    for c, rewards in zip(flat(groups), token_rewards(groups, s), strict=True):
+        values = [*c.value, 0.0]
+        deltas = [r + s["gamma"] * values[t + 1] - values[t] for t, r in enumerate(rewards)]
+        decay = s["gamma"] * s["gae_lambda"]
+        c.advantage = [
+            math.fsum(decay**later * delta for later, delta in enumerate(deltas[t:]))
+            for t in range(len(deltas))
+        ]
+        c.target = [a + v for a, v in zip(c.advantage, c.value, strict=True)]
+    if s["whiten_advantages"]:
+        everything = [a for c in flat(groups) for a in c.advantage]
+        mean, deviation = fmean(everything), stdev(everything)
+        for c in flat(groups):
+            c.advantage = [(a - mean) / (deviation + 1e-8) for a in c.advantage]
+
+
+def value_loss(groups: Groups, s: dict[str, Any], present: list[list[float]]) -> float:
+    """The critic's loss; `present`: its values of the trained tokens of each completion."""
+    total = 0.0
+    for c, row in zip(flat(groups), present, strict=True):
+        for now, before, target in zip(row, c.value, c.target, strict=True):
+            losses = [(now - target) ** 2]
+            if s["value_clip"] is not None:
+                near = min(before + s["value_clip"], max(before - s["value_clip"], now))
+                losses.append((near - target) ** 2)
+            total += 0.5 * s["vf_coef"] * max(losses)
+    return total / tokens(groups)
+
+
 # ---- corrections
 
 
@@ -203,6 +254,10 @@ def pessimistic(ratio: float, a: float, low: float, high: float) -> float:
 def clipped_token(c: Completion, t: int, s: dict[str, Any]) -> float:
     ratio = math.exp(c.pi[t] - c.old[t])
     return pessimistic(ratio, c.advantage[t], s["clip_low"], s["clip_high"])
+
+
+def ppo_token(c: Completion, t: int, s: dict[str, Any]) -> float:
+    return pessimistic(math.exp(c.pi[t] - c.old[t]), c.advantage[t], s["clip"], s["clip"])
 
 
 def cispo_token(c: Completion, t: int, s: dict[str, Any]) -> float:
@@ -279,6 +334,7 @@ class Family:
 POLICY_GRADIENTS = {
     "rloo": Family(leave_one_out, "sum", row=rloo_row),
     "proximal_rloo": Family(leave_one_out, "sum", row=proximal_row),
+    "ppo": Family(centred, "token", ppo_token),
     "grpo": Family(scaled, "mean", clipped_token),
     "dr_grpo": Family(centred, "constant", clipped_token),
     "dapo": Family(scaled, "token", clipped_token),
@@ -313,7 +369,10 @@ def reference_loss(
     if name in OTHERS:
         return OTHERS[name](groups, settings)
     family = POLICY_GRADIENTS[name]
-    set_advantages(groups, settings, longest, family.estimator)
+    if name == "ppo":
+        set_gae(groups, settings)
+    else:
+        set_advantages(groups, settings, longest, family.estimator)
     set_weights(groups, corrections)
     if family.before is not None:
         family.before(groups, settings)

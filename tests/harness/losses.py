@@ -56,6 +56,7 @@ class Step:
     policy: np.ndarray
     old: np.ndarray
     reference: np.ndarray
+    values: np.ndarray
 
 
 def make_step(
@@ -89,7 +90,8 @@ def make_step(
     def near() -> np.ndarray:
         return (behaviour + spread * generator.standard_normal(len(behaviour))).astype(np.float32)
 
-    return Step(groups, near(), near(), near())
+    policies = near(), near(), near()
+    return Step(groups, *policies, generator.standard_normal(len(behaviour)).astype(np.float32))
 
 
 def build(name: str, values: dict[str, Any] | None = None, corrections: Iterable[Any] = ()) -> Loss:
@@ -112,7 +114,7 @@ class Run:
         if known is None and isinstance(loss, PreparedLoss) and loss.old_first:
             known = step.policy  # what the trainer's pass of its own finds
         self.preparation = (
-            Preparation(loss, self.batch, known, step.reference)
+            Preparation(loss, self.batch, known, step.reference, step.values)
             if isinstance(loss, PreparedLoss)
             else None
         )

@@ -168,6 +168,31 @@ class PreparedLoss(Loss, Protocol):
         ...
 
 
+@runtime_checkable
+class ValueLoss(PreparedLoss, Protocol):
+    """A loss with a critic. Its `Constants` have values, and its units are single rows.
+
+    `shares_policy`: the critic is a head on the policy, so that its terms belong to the policy's loss.
+    """
+
+    value_metric_names: tuple[str, ...]
+
+    @property
+    def shares_policy(self) -> bool:
+        """See the class."""
+        ...
+
+    def returns(self, constants: Constants) -> np.ndarray:
+        """What the critic's value of every token is drawn to, float64 (N,)."""
+        ...
+
+    def value_terms(
+        self, values_B_T: Tensor, old_B_T: Tensor, returns_B_T: Tensor, mask_B_T: Tensor
+    ) -> LossOutput:
+        """The critic's terms, over the same normaliser as the policy's; `old`: values at the step's start."""
+        ...
+
+
 def sequence_sums(values_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
     """Sum over the trained tokens of each row, (B,). The values elsewhere may be anything."""
     return torch.where(mask_B_T, values_B_T, 0.0).sum(dim=-1)

@@ -21,6 +21,7 @@ from services.learner.losses.ipo import IPOLoss
 from services.learner.losses.m2po import M2POLoss
 from services.learner.losses.online_dpo import OnlineDPOLoss
 from services.learner.losses.policy_gradient import PolicyGradientLoss
+from services.learner.losses.ppo import PPOLoss
 from services.learner.losses.rloo import ProximalRLOOLoss, RLOOLoss
 from services.learner.losses.topr import TOPRLoss
 from services.learner.losses.vargrad import VarGradLoss
@@ -83,6 +84,7 @@ _PLAIN: dict[type, Callable[[Any], Loss]] = {
 _POLICY_GRADIENTS: dict[type[settings_of.PolicyGradient], type[PolicyGradientLoss]] = {
     settings_of.RLOO: RLOOLoss,
     settings_of.ProximalRLOO: ProximalRLOOLoss,
+    settings_of.PPO: PPOLoss,
     settings_of.GRPO: GRPOLoss,
     settings_of.DrGRPO: DrGRPOLoss,
     settings_of.DAPO: DAPOLoss,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from offbeat.config.losses import CustomLoss, check_corrections
 from offbeat.errors import ConfigError
 from services.learner.batching import StepBatch, shares
-from services.learner.losses import LossInputs, LossOutput, PreparedLoss, build_loss
+from services.learner.losses import LossInputs, LossOutput, PreparedLoss, ValueLoss, build_loss
 from services.learner.losses.base import MAX_LOG_RATIO
 from services.learner.losses.online_dpo import OnlineDPOLoss, best_and_worst
 from tests.harness import loss_references as references
@@ -47,6 +47,7 @@ OWN: dict[str, list[dict[str, Any]]] = {
     "copg": [{"beta": 0.0}],
     "vargrad": [{"beta": 0.5}],
     "rloo": [{"kl_coef": 0.0}],
+    "ppo": [{"gamma": 0.9, "gae_lambda": 0.5}, {"whiten_advantages": False, "kl_coef": 0.0}],
     "grpo": [{"scale": "batch"}, {"scale": "none", "clip_high": 0.5}],
     "dr_grpo": [{"length": 40}],
     "dapo": [{"overlong_buffer": 4}, {"overlong_buffer": 4, "overlong_penalty": 0.5}],
@@ -104,7 +105,9 @@ def plain_groups(run: Run, policy: np.ndarray) -> references.Groups:
                 for flat in (policy, step.policy, old, batch.behaviour, step.reference)
             ]
             length = int(batch.lengths[row])
-            completions.append(references.Completion(float(batch.rewards[row]), length, *lists))
+            completion = references.Completion(float(batch.rewards[row]), length, *lists)
+            completion.value = step.values.astype(np.float64)[index].tolist()
+            completions.append(completion)
         groups.append(completions)
     return groups
 
@@ -200,7 +203,7 @@ def test_neither_loss_nor_gradient_depends_on_the_cut(name: str, data: st.DataOb
 def test_the_policy_of_the_update_itself_may_stand_for_pi_old(name: str) -> None:
     """One update: computing pi_old first, or in the forward pass, gives the same."""
     step = make_step(8)
-    known = Step(step.groups, step.policy, step.policy, step.reference)
+    known = replace(step, old=step.policy)
     for values in [{}, *(COMMON if is_policy_gradient(name) else [])]:
         runs = [
             make_run(name, values, [], known),
@@ -247,12 +250,12 @@ def test_equal_rewards_everywhere(name: str) -> None:
     assert torch.isfinite(total)
     pulls = run.loss.needs_reference and name not in {"online_dpo", "ipo"}
     moved = bool(run.logprobs.grad is not None and run.logprobs.grad.abs().max() > 0)
-    assert moved == (pulls or name in {"best_of_n", "topr"})
+    assert moved == (pulls or name in {"best_of_n", "topr", "ppo"})
 
 
 def test_a_step_without_groups_has_no_advantages() -> None:
     for name in FAMILIES:
-        run = make_run(name, {}, [], Step([], *[np.zeros(0, np.float32)] * 3))
+        run = make_run(name, {}, [], Step([], *[np.zeros(0, np.float32)] * 4))
         assert run.units == []
 
 
@@ -312,6 +315,42 @@ def test_a_ratio_is_cut_where_its_exponent_would_overflow() -> None:
     assert inputs.advantages_B_T is not None
     largest = inputs.advantages_B_T.abs().max() * np.exp(MAX_LOG_RATIO) * (1 + 1e-9)
     assert terms.abs().max() <= largest
+
+
+# ---- the critic
+
+
+@pytest.mark.parametrize("values", [{}, {"value_clip": None, "vf_coef": 0.7}, {"gamma": 0.9}])
+def test_the_critics_loss_agrees_with_slow_loops(values: dict[str, Any]) -> None:
+    run = make_run("ppo", values, [], make_step(4))
+    loss, batch, preparation = run.loss, run.batch, run.preparation
+    assert isinstance(loss, ValueLoss)
+    assert preparation is not None
+    rows = list(range(len(batch.samples)))
+    noise = 0.3 * np.random.default_rng(1).standard_normal(len(batch.mask))
+    present = torch.tensor(run.step.values + noise, requires_grad=True)
+    index = batch.padded(np.arange(len(batch.mask)), rows)
+    terms = loss.value_terms(present[index], *preparation.value_targets(rows, present)).terms
+    total = terms.sum() / run.normaliser
+    total.backward()
+
+    def reference(flat: np.ndarray) -> float:
+        groups = plain_groups(run, run.step.policy)
+        settings_ = loss.settings.model_dump()  # type: ignore[attr-defined]
+        references.set_gae(groups, settings_)
+        trained = [batch.flat_index([row]) for row in rows]
+        lists = [flat[places[batch.mask[places]]].tolist() for places in trained]
+        return references.value_loss(groups, settings_, lists)
+
+    start = present.detach().numpy()
+    assert float(total.detach()) == pytest.approx(reference(start), rel=1e-5)
+    assert present.grad is not None
+    for place in np.flatnonzero(batch.mask)[::7]:
+        sides = [
+            reference(start + shift * (np.arange(len(start)) == place)) for shift in (-1e-5, 1e-5)
+        ]
+        slope = (sides[1] - sides[0]) / 2e-5
+        assert float(present.grad[place]) == pytest.approx(slope, rel=1e-4, abs=1e-8)
 
 
 # ---- corrections and their refusals
