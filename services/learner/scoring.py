@@ -45,6 +45,30 @@ class Passes:
         return tokens.to(device), *lengths, first, self.temperature
 
     @torch.no_grad()
+    def sequence_logprobs(
+        self, scorer: nn.Module, sequences: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """log pi at temperature 1 of tokens 1 .. n-1 of each sequence. Every rank scores all of them."""
+        lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+        results: list[list[float]] = [[] for _ in sequences]
+        scored = [(row,) for row, length in enumerate(lengths) if length > 1]
+        if not scored:
+            return results
+        capacity = self._batching.micro_batch_tokens
+        # They are few, and so no rank needs to be told by another.
+        for micro_batch in shares(scored, lengths, world=1, max_tokens=capacity, bucket=True)[0]:
+            rows = rows_in(micro_batch)
+            tokens = torch.zeros(len(rows), int(lengths[rows].max()), dtype=torch.int64)
+            for line, row in enumerate(rows):
+                tokens[line, : lengths[row]] = torch.tensor(sequences[row])
+            prompts = torch.ones(len(rows), dtype=torch.int64, device=self.device)
+            completions = torch.from_numpy(lengths[rows] - 1).to(self.device)
+            logprobs, *_ = scorer(tokens.to(self.device), prompts, completions, 1, 1.0)
+            for row, values in zip(rows, logprobs.tolist(), strict=True):
+                results[row] = values[: lengths[row] - 1]
+        return results
+
+    @torch.no_grad()
     def score(
         self, scorer: nn.Module, batch: StepBatch, rows: Sequence[int], output: int = 0
     ) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 
 from services.learner import metrics
 from services.learner.batching import StepBatch
+from services.learner.distributed import sum_over_ranks
 from services.learner.losses import LossOutput
 from services.learner.preparation import Preparation
 
@@ -38,6 +39,24 @@ class StepState:
         """Adds a loss's metrics to the step's means."""
         for name, values in output.metrics.items():
             self.means.add(name, float(values.float().sum()), values.numel())
+
+    def metrics(self, *, to_behaviour: bool) -> metrics.Metrics:
+        """What the step tells, the same on every rank. Collective. `to_behaviour`: see `metrics.of_policies`."""
+        if not self.start_everywhere:
+            self.start, self.seen = sum_over_ranks(self.start), sum_over_ranks(self.seen)
+        self.means.vector = sum_over_ranks(self.means.vector)
+        rows = np.flatnonzero(self.seen)
+        found = metrics.of_samples(self.batch)
+        found |= metrics.of_policies(
+            self.batch, rows, self.start, self.reference, to_behaviour=to_behaviour
+        )
+        found |= self.means.metrics() | {"learning_rate": self.learning_rate}
+        if self.grad_norms:
+            found["grad_norm"] = float(np.mean(self.grad_norms))
+            found["loss"] = self.means.total("loss") / len(self.grad_norms)
+        if self.critic_grad_norms:
+            found["critic_grad_norm"] = float(np.mean(self.critic_grad_norms))
+        return found
 
     def note_start(
         self, logprobs: np.ndarray, rows: Sequence[int], *, everywhere: bool = False

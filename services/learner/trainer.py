@@ -31,7 +31,6 @@ from services.learner.batching import (
     flattened,
     mini_batches,
     rows_in,
-    shares,
 )
 from services.learner.critic import Critic
 from services.learner.distributed import (
@@ -39,7 +38,6 @@ from services.learner.distributed import (
     broadcast_sequences,
     device_of,
     join,
-    sum_over_ranks,
 )
 from services.learner.engine import Engine
 from services.learner.logprobs import TokenScorer
@@ -128,7 +126,10 @@ class Trainer:
         for _ in range(self._settings.batching.passes):
             for part in mini_batches(len(batch.groups), count):
                 self._update(step, part)
-        return self._metrics(step)
+        with clock("metrics"):
+            comparable = self._passes.temperature == self._recipe.sampling.temperature
+            found = step.metrics(to_behaviour=comparable)
+        return found | clock.metrics()
 
     def snapshot(self, parity_sequences: Sequence[Sequence[int]] = ()) -> Snapshot:
         """Host copies of the trained parameters (rank 0) and the log-probs of the sequences under them."""
@@ -150,26 +151,7 @@ class Trainer:
     def parity_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each sequence: log pi at temperature 1 of tokens 1 .. n-1, forward pass in the model's dtype."""
         found = broadcast_sequences(sequences)
-        lengths = np.array([len(sequence) for sequence in found], np.int64)
-        results: list[list[float]] = [[] for _ in found]
-        capacity = self._settings.batching.micro_batch_tokens
-        scored = [(row,) for row, length in enumerate(lengths) if length > 1]
-        if not scored:
-            return results
-        # Every rank scores all of them: they are few, and so no rank needs to be told.
-        for micro_batch in shares(scored, lengths, world=1, max_tokens=capacity, bucket=True)[0]:
-            rows = rows_in(micro_batch)
-            tokens = torch.zeros(len(rows), int(lengths[rows].max()), dtype=torch.int64)
-            for line, row in enumerate(rows):
-                tokens[line, : lengths[row]] = torch.tensor(found[row])
-            prompts = torch.ones(len(rows), dtype=torch.int64, device=self._device)
-            completions = torch.from_numpy(lengths[rows] - 1).to(self._device)
-            with torch.no_grad():
-                arguments = (tokens.to(self._device), prompts, completions, 1, 1.0)
-                logprobs, *_ = self._engine.scorer(*arguments)
-            for row, values in zip(rows, logprobs.tolist(), strict=True):
-                results[row] = values[: lengths[row] - 1]
-        return results
+        return self._passes.sequence_logprobs(self._engine.scorer, found)
 
     def save(self, folder: Path) -> None:
         """Writes the whole training state to the folder (made if missing), fsynced; rank 0 writes.
@@ -426,25 +408,6 @@ class Trainer:
                 if self._rank == 0:
                     tensors[name] = _host_copy(parameter)
         return tensors
-
-    def _metrics(self, step: StepState) -> dict[str, float]:
-        with step.clock("metrics"):
-            if not step.start_everywhere:
-                step.start, step.seen = sum_over_ranks(step.start), sum_over_ranks(step.seen)
-            step.means.vector = sum_over_ranks(step.means.vector)
-            found = metrics.of_samples(step.batch)
-            rows = np.flatnonzero(step.seen)
-            comparable = self._passes.temperature == self._recipe.sampling.temperature
-            found |= metrics.of_policies(
-                step.batch, rows, step.start, step.reference, to_behaviour=comparable
-            )
-        found |= step.means.metrics() | {"learning_rate": step.learning_rate}
-        if step.grad_norms:
-            found["grad_norm"] = float(np.mean(step.grad_norms))
-            found["loss"] = step.means.total("loss") / len(step.grad_norms)
-        if step.critic_grad_norms:
-            found["critic_grad_norm"] = float(np.mean(step.critic_grad_norms))
-        return found | step.clock.metrics()
 
     def _scalars(self) -> dict[str, Any]:
         return {

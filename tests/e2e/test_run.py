@@ -123,3 +123,28 @@ def _pair(folder: Path, service: str) -> list[Path] | None:
     """The address files of a service once both of its processes have written theirs."""
     files = sorted(folder.glob(f"addresses/{service}.*"))
     return files if len(files) == 2 else None
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_and_a_policy_gradient(tmp_path):
+    """Cohorts of 12 for steps of at most 8: every ordinal is trained, filtered or dead, and the lag stays bounded."""
+    recipe = write_recipe(
+        tmp_path,
+        schedule={"oversample": 1.5},
+        learner={
+            "loss": {"name": "dapo", "overlong_buffer": 4},
+            "corrections": [{"name": "tis"}],
+            "filter_equal_groups": True,
+        },
+    )
+    with start(recipe) as run:
+        run.succeed()
+        audit = run.audit()
+        assert audit.trained + audit.filtered + audit.dead == 4 * 12
+        assert 0 < audit.trained <= 4 * 8
+        assert audit.filtered >= 4 * 4
+        last = [line for line in run.metrics() if "advantage/std" in line][-1]
+        assert {"alarm/ess", "alarms", "reward_component/early_letters", "correction/mean"} <= set(
+            last
+        )
+        assert last["filtered_fraction"] >= 4 / 12

@@ -83,6 +83,7 @@ def test_the_critic_learns_and_is_never_published(
     assert all(head.abs().max() > 0 for head in heads)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_train_and_resume_the_critic_of_one(

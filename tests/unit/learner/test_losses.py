@@ -144,7 +144,7 @@ def test_every_registered_loss_has_a_reference() -> None:
 def test_float32_agrees_with_slow_loops(
     name: str, values: dict[str, Any], corrections: list[dict[str, Any]], old_known: bool
 ) -> None:
-    for seed in range(2):
+    for seed in (0,):
         run = make_run(
             name, values, corrections, make_step(seed), dtype=torch.float32, old_known=old_known
         )
@@ -174,7 +174,7 @@ def test_gradients_equal_finite_differences(
 
 
 @EVERY_LOSS
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_neither_loss_nor_gradient_depends_on_the_cut(name: str, data: st.DataObject) -> None:
     """Ranks, micro-batches, sorting by length, and whether pi_old was known before the update."""
