@@ -68,10 +68,13 @@ class PolicyGradient(LossBase):
     """
 
     ratio_to: ClassVar[RatioTo] = "old"
+    kl_default: ClassVar[Literal["reward", "loss"]] = "loss"
 
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0: none.")
-    kl_in: Literal["reward", "loss"] = Field(
-        "loss", description="reward: log pi_old - log pi_ref (k1) comes off it; loss: k3 is added."
+    kl_in: Literal["reward", "loss"] | None = Field(
+        None,
+        description="reward: log pi_old - log pi_ref (k1) comes off it; loss: k3 is added; null: reward for RLOO and "
+        "PPO, loss for the others.",
     )
     whiten_rewards: bool = Field(
         False, description="Mean 0 and deviation 1 over the step's completions."
@@ -84,35 +87,37 @@ class PolicyGradient(LossBase):
 
     @model_validator(mode="after")
     def _kl_used(self) -> "PolicyGradient":
-        if "kl_in" in self.model_fields_set and not self.kl_coef:
+        if self.kl_in is not None and not self.kl_coef:
             raise ValueError("kl_in is not used with kl_coef 0; remove it or set kl_coef")
         return self
 
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL comes off the reward."""
-        return self.kl_coef > 0 and self.kl_in == "reward"
+        return self.kl_coef > 0 and (self.kl_in or self.kl_default) == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
         """Whether the KL is a term of the loss."""
-        return self.kl_coef > 0 and self.kl_in == "loss"
+        return self.kl_coef > 0 and (self.kl_in or self.kl_default) == "loss"
 
 
 class RLOO(PolicyGradient):
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740)."""
 
+    kl_default: ClassVar[Literal["reward", "loss"]] = "reward"
+
     name: Literal["rloo"]
     kl_coef: float = Field(0.05, ge=0, description="Weight of the sequence KL; 0: none.")
-    kl_in: Literal["reward", "loss"] = Field("reward", description="As in `PolicyGradient`.")
 
 
 class ProximalRLOO(PolicyGradient):
     """RLOO with a clipped sequence ratio to the policy at the step's start (arXiv 2410.18252)."""
 
+    kl_default: ClassVar[Literal["reward", "loss"]] = "reward"
+
     name: Literal["proximal_rloo"]
     kl_coef: float = Field(0.05, ge=0, description="Weight of the sequence KL; 0: none.")
-    kl_in: Literal["reward", "loss"] = Field("reward", description="As in `PolicyGradient`.")
     clip: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped to 1 ± clip.")
 
 
@@ -120,10 +125,10 @@ class PPO(PolicyGradient):
     """Proximal policy optimization with a critic (arXiv 1707.06347; details of arXiv 2410.18252)."""
 
     min_k: ClassVar[int] = 1
+    kl_default: ClassVar[Literal["reward", "loss"]] = "reward"
 
     name: Literal["ppo"]
     kl_coef: float = Field(0.05, ge=0, description="Weight of the KL; 0: none.")
-    kl_in: Literal["reward", "loss"] = Field("reward", description="As in `PolicyGradient`.")
     whiten_advantages: bool = Field(True, description="As in `PolicyGradient`.")
     clip: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped to 1 ± clip.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
@@ -192,11 +197,11 @@ class DAPO(GroupScaled):
         gt=0,
         description="Tokens before sampling.max_tokens over which the reward falls; null: none.",
     )
-    overlong_penalty: float = Field(1.0, gt=0, description="How far it falls.")
+    overlong_penalty: float | None = Field(None, gt=0, description="How far it falls; null: 1.")
 
     @model_validator(mode="after")
     def _penalty_used(self) -> "DAPO":
-        if "overlong_penalty" in self.model_fields_set and self.overlong_buffer is None:
+        if self.overlong_penalty is not None and self.overlong_buffer is None:
             raise ValueError(
                 "overlong_penalty is not used without overlong_buffer; set it or remove the penalty"
             )

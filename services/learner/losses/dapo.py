@@ -32,7 +32,7 @@ class DAPOLoss(ClippedTokens, GroupScaledLoss):
         buffer = self.settings.overlong_buffer
         if buffer is None:
             return None
-        penalty = self.settings.overlong_penalty
+        penalty = self.settings.overlong_penalty or 1.0
         return overlong_shaping(constants.lengths, self.max_tokens, buffer, penalty)
 
     @property

@@ -7,6 +7,7 @@ import yaml
 
 from offbeat.config.load import dump_recipe, load_recipe
 from offbeat.errors import ConfigError
+from tests.harness.losses import FAMILIES
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 
@@ -164,6 +165,15 @@ def test_lora_settings_are_those_of_a_new_adapter_or_of_a_folder(minimal):
         load_recipe(minimal, ["learner.lora={adapter: before, alpha: 3}"])
     with pytest.raises(ConfigError, match=r"learner\.lora\.dropout: unknown key"):
         load_recipe(minimal, ["learner.lora.dropout=0.1"])
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_dumped_loss_loads_to_the_same(minimal, tmp_path, name):
+    """Processes read the dump, in which every default is written out."""
+    recipe = load_recipe(minimal, [f"learner.loss={{name: {name}}}"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_recipe(recipe))
+    assert load_recipe(again) == recipe
 
 
 def test_oversampled_cohorts_are_rounded_up(minimal):

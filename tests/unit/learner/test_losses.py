@@ -117,6 +117,9 @@ def expected(
 ) -> float:
     given_settings = getattr(run.loss, "settings", None)
     values = (given_settings or settings_of(name, **run_values(run))).model_dump()
+    if is_policy_gradient(name):
+        values["kl_in"] = values["kl_in"] or given_settings.kl_default
+        values["overlong_penalty"] = values.get("overlong_penalty") or 1.0
     values["all_run"] = getattr(run.loss, "equal_rewards_matter", True)
     groups = plain_groups(run, run.step.policy if policy is None else policy)
     return references.reference_loss(
@@ -337,6 +340,7 @@ def test_the_critics_loss_agrees_with_slow_loops(values: dict[str, Any]) -> None
     def reference(flat: np.ndarray) -> float:
         groups = plain_groups(run, run.step.policy)
         settings_ = loss.settings.model_dump()  # type: ignore[attr-defined]
+        settings_["kl_in"] = "reward"
         references.set_gae(groups, settings_)
         trained = [batch.flat_index([row]) for row in rows]
         lists = [flat[places[batch.mask[places]]].tolist() for places in trained]
