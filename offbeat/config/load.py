@@ -109,6 +109,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
     files = [
         (tree.get("model"), "path"),
         (learner, "reference"),
+        (loss, "critic_model"),
         (_lora(learner), "adapter"),
         (_gguf_file(tree.get("prepare")), "file"),
         (_params(tree.get("prepare")), "init"),

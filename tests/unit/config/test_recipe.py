@@ -46,6 +46,8 @@ def test_the_dumped_recipe_loads_to_the_same(minimal, tmp_path):
 def test_paths_are_relative_to_the_recipe(minimal, monkeypatch):
     monkeypatch.chdir("/")
     assert load_recipe(minimal).model.path == str(minimal.parent / "model")
+    loss = load_recipe(minimal, ["learner.loss={name: ppo, critic_model: rm}"]).learner.loss
+    assert loss.critic_model == str(minimal.parent / "rm")
 
 
 def test_paths_of_data_and_code_are_relative_to_the_recipe(minimal):
