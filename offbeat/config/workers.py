@@ -80,6 +80,13 @@ class GeneratorSettings(Settings):
         description="No step of the engine for so long while work is under way: not alive; twice as long: ends.",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads; null: shared out.")
+    checkpoint_addresses: list[str] = Field(
+        default_factory=list,
+        description=(
+            "HOST:PORT of relays, the nearest first: the next one is used when one is away; after them the "
+            "checkpoint service itself. Empty: that one only."
+        ),
+    )
     rpc: RpcSettings = RpcSettings()
 
     @model_validator(mode="after")
@@ -152,5 +159,20 @@ class CheckpointServiceSettings(Settings):
     keep_versions: int = Field(3, ge=1, description="Newest versions whose bytes are kept.")
     lease_seconds: float = Field(
         600.0, gt=0, description="Longest time that an open fetch keeps its version."
+    )
+    deltas: bool = Field(
+        True,
+        description=(
+            "Send what changed since the version before, where that is less. The learner, this service and each "
+            "generator keep one more copy of the weights in memory for it."
+        ),
+    )
+    same_host_files: bool = Field(
+        True,
+        description="Let receivers on this service's host read its files instead of a copy.",
+    )
+    upstream: str | None = Field(
+        None,
+        description="HOST:PORT of a service that this one mirrors: it is a relay then, and takes no publishes.",
     )
     rpc: RpcSettings = RpcSettings()

@@ -54,7 +54,11 @@ class _WeightsEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Weigh
     WEIGHTS_ENCODING_RAW: _WeightsEncoding.ValueType  # 1
     """The bytes of the version, from an offset on."""
     WEIGHTS_ENCODING_DELTA: _WeightsEncoding.ValueType  # 2
-    """A lossless difference to a base version. Servers that have no such encoder answer RAW."""
+    """A lossless difference to a base version, in the format that `offbeat/weights/delta.py` describes. Servers that
+    can't make it, or find it not worth its work, answer RAW.
+    """
+    WEIGHTS_ENCODING_MAPPED: _WeightsEncoding.ValueType  # 3
+    """No bytes at all: the receiver is on the server's host and reads the server's own file."""
 
 class WeightsEncoding(_WeightsEncoding, metaclass=_WeightsEncodingEnumTypeWrapper):
     """How the bytes of a transfer are encoded."""
@@ -64,7 +68,11 @@ WEIGHTS_ENCODING_UNSPECIFIED: WeightsEncoding.ValueType  # 0
 WEIGHTS_ENCODING_RAW: WeightsEncoding.ValueType  # 1
 """The bytes of the version, from an offset on."""
 WEIGHTS_ENCODING_DELTA: WeightsEncoding.ValueType  # 2
-"""A lossless difference to a base version. Servers that have no such encoder answer RAW."""
+"""A lossless difference to a base version, in the format that `offbeat/weights/delta.py` describes. Servers that
+can't make it, or find it not worth its work, answer RAW.
+"""
+WEIGHTS_ENCODING_MAPPED: WeightsEncoding.ValueType  # 3
+"""No bytes at all: the receiver is on the server's host and reads the server's own file."""
 Global___WeightsEncoding: _TypeAlias = WeightsEncoding  # noqa: Y015
 
 @_typing.final
@@ -79,6 +87,7 @@ class TensorSpec(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     HASH_FIELD_NUMBER: _builtins.int
+    FAST_HASH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name as in the Hugging Face checkpoint."""
     dtype: _builtins.str
@@ -89,6 +98,10 @@ class TensorSpec(_message.Message):
     """Number of bytes."""
     hash: _builtins.bytes
     """BLAKE3-256 of its bytes."""
+    fast_hash: _builtins.bytes
+    """XXH3-128 of its bytes, big-endian; empty in manifests of old publishers. Receivers check it where reading all bytes
+    once more must be quick. It finds damage as surely as `hash`, but is no protection against somebody who means it.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Extents; empty for a scalar."""
@@ -102,10 +115,11 @@ class TensorSpec(_message.Message):
         offset: _builtins.int = ...,
         nbytes: _builtins.int = ...,
         hash: _builtins.bytes = ...,
+        fast_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hash", b"hash", "name", b"name", "nbytes", b"nbytes", "offset", b"offset", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fast_hash", b"fast_hash", "hash", b"hash", "name", b"name", "nbytes", b"nbytes", "offset", b"offset", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,14 +344,31 @@ class PublishHeader(_message.Message):
     SHARD_COUNT_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_HASH_FIELD_NUMBER: _builtins.int
+    SHARD_OFFSET_FIELD_NUMBER: _builtins.int
+    VERSION_BYTES_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
-    """Part of a publish in which several ranks send parts; 0 with shard_count 0 or 1."""
+    """Part of a publish in which several ranks send parts; 0 with shard_count 0 or 1. The manifest of a part names the
+    tensors of the part, with offsets within it; all parts have the same term, step and publish_id. The version has the
+    tensors of part 0, then those of part 1 and so on, and everything else of the manifest of part 0.
+    """
     shard_count: _builtins.int
-    """Number of parts."""
+    """Number of parts. The version is committed once all of them are there at the same time; each is answered then."""
     encoding: Global___WeightsEncoding.ValueType
-    """Encoding of the chunks. Only RAW is accepted so far."""
+    """Encoding of the chunks: RAW or DELTA. A publisher whose DELTA is refused (NOT_FOUND: the base is not there any more;
+    DATA_LOSS: the result is not what the manifest says) publishes again in RAW.
+    """
     base_version: _builtins.int
     """Base of a DELTA."""
+    transfer_bytes: _builtins.int
+    """Number of bytes of a DELTA."""
+    transfer_hash: _builtins.bytes
+    """BLAKE3-256 of the bytes of a DELTA."""
+    shard_offset: _builtins.int
+    """Where the part begins in the version; 0 with shard_count 0 or 1."""
+    version_bytes: _builtins.int
+    """Bytes of all parts together; 0 with shard_count 0 or 1."""
     @_builtins.property
     def manifest(self) -> Global___Manifest:
         """The manifest as far as the publisher knows it."""
@@ -350,10 +381,14 @@ class PublishHeader(_message.Message):
         shard_count: _builtins.int = ...,
         encoding: Global___WeightsEncoding.ValueType = ...,
         base_version: _builtins.int = ...,
+        transfer_bytes: _builtins.int = ...,
+        transfer_hash: _builtins.bytes = ...,
+        shard_offset: _builtins.int = ...,
+        version_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "encoding", b"encoding", "manifest", b"manifest", "shard_count", b"shard_count", "shard_index", b"shard_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "encoding", b"encoding", "manifest", b"manifest", "shard_count", b"shard_count", "shard_index", b"shard_index", "shard_offset", b"shard_offset", "transfer_bytes", b"transfer_bytes", "transfer_hash", b"transfer_hash", "version_bytes", b"version_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,25 +396,29 @@ Global___PublishHeader: _TypeAlias = PublishHeader  # noqa: Y015
 
 @_typing.final
 class WeightsChunk(_message.Message):
-    """Consecutive bytes of a version."""
+    """Consecutive bytes of a version, or of its DELTA."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Where `data` starts."""
     data: _builtins.bytes
     """At most 2 MiB."""
+    checksum: _builtins.int
+    """XXH3-64 of `data`; 0: not computed. A receiver goes on at the chunk that does not match."""
     def __init__(
         self,
         *,
         offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,7 +426,9 @@ Global___WeightsChunk: _TypeAlias = WeightsChunk  # noqa: Y015
 
 @_typing.final
 class PublishRequest(_message.Message):
-    """First the header, then chunks in the order of their offsets."""
+    """First the header, then chunks in the order of their offsets. The wire form of a message with a chunk is the same here and
+    in FetchResponse.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -457,6 +498,8 @@ class FetchRequest(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     RECEIVER_ID_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    TRANSFER_HASH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     version: _builtins.int
@@ -467,6 +510,12 @@ class FetchRequest(_message.Message):
     """Version that the receiver holds, 0 for none: allows a delta."""
     receiver_id: _builtins.str
     """Names the receiver, for leases and status."""
+    base_digest: _builtins.bytes
+    """Digest of the manifest of base_version. A server that knows another manifest of that number answers RAW."""
+    transfer_hash: _builtins.bytes
+    """For a fetch of a DELTA that goes on: what the header called it. When the server would send other bytes now, it
+    sends them from the start.
+    """
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[Global___WeightsEncoding.ValueType]:
         """Encodings that the receiver understands; RAW is always understood."""
@@ -480,10 +529,12 @@ class FetchRequest(_message.Message):
         base_version: _builtins.int = ...,
         accepted: _abc.Iterable[Global___WeightsEncoding.ValueType] | None = ...,
         receiver_id: _builtins.str = ...,
+        base_digest: _builtins.bytes = ...,
+        transfer_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "base_version", b"base_version", "offset", b"offset", "receiver_id", b"receiver_id", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "base_digest", b"base_digest", "base_version", b"base_version", "offset", b"offset", "receiver_id", b"receiver_id", "run_id", b"run_id", "transfer_hash", b"transfer_hash", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -531,12 +582,28 @@ class FetchHeader(_message.Message):
     ENCODING_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_HASH_FIELD_NUMBER: _builtins.int
+    MAPPED_PATH_FIELD_NUMBER: _builtins.int
+    NONCE_PATH_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
     encoding: Global___WeightsEncoding.ValueType
     """Encoding of the chunks."""
     transfer_bytes: _builtins.int
     """Bytes that follow."""
     base_version: _builtins.int
     """Base of a DELTA."""
+    transfer_hash: _builtins.bytes
+    """BLAKE3-256 of all bytes of a DELTA."""
+    mapped_path: _builtins.str
+    """File with the bytes of a MAPPED version, never changed once it is there. The stream stays open, without chunks,
+    until the receiver ends it; so long the server does not remove the file (up to the time limit of a fetch).
+    """
+    nonce_path: _builtins.str
+    """A file of the server; a receiver that does not find `nonce` in it sees other files than the server, and must ask again
+    without MAPPED.
+    """
+    nonce: _builtins.bytes
+    """Content of that file."""
     @_builtins.property
     def manifest(self) -> Global___Manifest:
         """Manifest of the version."""
@@ -548,10 +615,14 @@ class FetchHeader(_message.Message):
         encoding: Global___WeightsEncoding.ValueType = ...,
         transfer_bytes: _builtins.int = ...,
         base_version: _builtins.int = ...,
+        transfer_hash: _builtins.bytes = ...,
+        mapped_path: _builtins.str = ...,
+        nonce_path: _builtins.str = ...,
+        nonce: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "encoding", b"encoding", "manifest", b"manifest", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "encoding", b"encoding", "manifest", b"manifest", "mapped_path", b"mapped_path", "nonce", b"nonce", "nonce_path", b"nonce_path", "transfer_bytes", b"transfer_bytes", "transfer_hash", b"transfer_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -891,6 +962,7 @@ class CheckpointServiceGetStatusResponse(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     RECEIVERS_FIELD_NUMBER: _builtins.int
+    UPSTREAM_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that it serves."""
     term: _builtins.int
@@ -905,6 +977,8 @@ class CheckpointServiceGetStatusResponse(_message.Message):
     """Bytes sent since the start."""
     received_bytes: _builtins.int
     """Bytes received since the start."""
+    upstream: _builtins.str
+    """HOST:PORT of the service that a relay mirrors; empty for the service of the run itself."""
     @_builtins.property
     def receivers(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Receivers and what they hold."""
@@ -920,10 +994,11 @@ class CheckpointServiceGetStatusResponse(_message.Message):
         sent_bytes: _builtins.int = ...,
         received_bytes: _builtins.int = ...,
         receivers: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        upstream: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_versions", b"available_versions", "latest_version", b"latest_version", "received_bytes", b"received_bytes", "receivers", b"receivers", "run_id", b"run_id", "sent_bytes", b"sent_bytes", "stored_bytes", b"stored_bytes", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_versions", b"available_versions", "latest_version", b"latest_version", "received_bytes", b"received_bytes", "receivers", b"receivers", "run_id", b"run_id", "sent_bytes", b"sent_bytes", "stored_bytes", b"stored_bytes", "term", b"term", "upstream", b"upstream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

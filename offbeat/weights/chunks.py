@@ -12,6 +12,7 @@ from pathlib import Path
 
 from offbeat.errors import IntegrityError, WeightsError
 from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.weights.frames import write_chunk
 from offbeat.weights.hashing import TensorVerifier
 
 CHUNK_BYTES = 1024**2
@@ -31,10 +32,11 @@ class NoRoom(WeightsError):
     """The file system has no room for the weights."""
 
 
-def chunks(buffers: Sequence[memoryview], size: int = CHUNK_BYTES) -> Iterator[bytes]:
+def chunks(buffers: Sequence[memoryview], size: int = CHUNK_BYTES) -> Iterator[bytes | memoryview]:
     """The bytes of all buffers, one after the other, in pieces of `size` (the last one: the rest).
 
-    Small buffers share a piece, so a model with thousands of biases takes no more messages.
+    Small buffers share a piece, so a model with thousands of biases takes no more messages; a piece
+    of one buffer is a view of it.
     """
     gathered: list[memoryview] = []
     room = size
@@ -46,27 +48,28 @@ def chunks(buffers: Sequence[memoryview], size: int = CHUNK_BYTES) -> Iterator[b
             gathered.append(part)
             room -= len(part)
             if room == 0:
-                yield b"".join(gathered)
+                yield gathered[0] if len(gathered) == 1 else b"".join(gathered)
                 gathered, room = [], size
     if gathered:
         yield b"".join(gathered)
 
 
-def read_batch(path: Path, offset: int, end: int) -> list[bytes]:
-    """Chunks of the file from `offset` on: a batch, or less when `end` is nearer.
+def read_batch(path: Path, offset: int, end: int) -> list[tuple[int, bytes]]:
+    """Chunks of the file from `offset` on, as messages (`frames`), each with its number of bytes.
 
-    The file is opened anew each time, so an abandoned read in a thread leaves nothing open.
-    Raises `IntegrityError` when the file is shorter than `end`.
+    A batch, or less when `end` is nearer. The file is opened anew each time, so an abandoned read
+    in a thread leaves nothing open. Raises `IntegrityError` when the file is shorter than `end`.
     """
     batch = []
     stop = min(end, offset + BATCH_BYTES)
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, stop - offset)))
     with path.open("rb", buffering=0) as file:
         while offset < stop:
-            data = os.pread(file.fileno(), min(CHUNK_BYTES, stop - offset), offset)
-            if not data:
+            count = os.preadv(file.fileno(), [buffer[: stop - offset]], offset)
+            if not count:
                 raise IntegrityError(f"{path} ends at byte {offset}; expected {end} bytes")
-            batch.append(data)
-            offset += len(data)
+            batch.append((count, write_chunk(offset, buffer[:count])))
+            offset += count
     return batch
 
 
@@ -79,22 +82,37 @@ class WeightsWriter:
     owner.
     """
 
-    def __init__(self, path: Path, manifest: checkpoint.Manifest) -> None:
+    def __init__(
+        self, path: Path, manifest: checkpoint.Manifest, *, strict: bool, start: int | None
+    ) -> None:
         """For `create`."""
         self.path = path
         self.total = manifest.total_bytes
         self.position = 0
         """Number of bytes taken so far: where the next ones must start."""
-        self._verifier = TensorVerifier(manifest.tensors)
-        self._written = 0
-        self._batch: list[bytes] = []
+        self._verifier = TensorVerifier(manifest.tensors, strict=strict)
+        self._shared = start is not None
+        self._written = start or 0
+        self._batch: list[bytes | memoryview] = []
         self._batch_bytes = 0
         self._work: asyncio.Future[None] | None = None
 
     @classmethod
-    async def create(cls, path: Path, manifest: checkpoint.Manifest) -> "WeightsWriter":
-        """Creates the file and reserves its room. Raises `NoRoom`."""
-        writer = cls(path, manifest)
+    async def create(
+        cls,
+        path: Path,
+        manifest: checkpoint.Manifest,
+        *,
+        strict: bool = False,
+        start: int | None = None,
+    ) -> "WeightsWriter":
+        """Creates the file and reserves its room; `strict`: see `TensorVerifier`. Raises `NoRoom`.
+
+        `start`: the bytes go to an existing file, from there on.
+        """
+        writer = cls(path, manifest, strict=strict, start=start)
+        if writer._shared:
+            return writer
         work = asyncio.ensure_future(asyncio.to_thread(writer._reserve))
         try:
             await asyncio.shield(work)
@@ -104,8 +122,8 @@ class WeightsWriter:
             raise
         return writer
 
-    async def add(self, data: bytes) -> None:
-        """Takes the next bytes."""
+    async def add(self, data: bytes | memoryview) -> None:
+        """Takes the next bytes; they must not change afterwards."""
         if self.position + len(data) > self.total:
             raise WeightsError(f"more bytes than the {self.total} that the manifest names")
         self._batch.append(data)
@@ -131,7 +149,7 @@ class WeightsWriter:
             # Marks the error as seen, for the case that the writer is dropped.
             self._work.add_done_callback(lambda work: work.cancelled() or work.exception())
 
-    def _write(self, batch: list[bytes]) -> None:
+    def _write(self, batch: list[bytes | memoryview]) -> None:
         for data in batch:
             self._verifier.feed(data)
         # Opened anew for each batch, and never created: a thread that outlives its owner leaves

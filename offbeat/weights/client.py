@@ -1,6 +1,6 @@
 """The client of the checkpoint service, for learners and for receivers of weights.
 
-Every wait has a deadline, and there is one retry layer: this one. What the service says becomes an
+Every wait has a deadline, and there is one retry layer (`retry`). What the service says becomes an
 error of `offbeat.errors`:
 
 - `ServiceUnavailable`: no answer within the deadline;
@@ -12,66 +12,71 @@ error of `offbeat.errors`:
 
 import asyncio
 import logging
-import os
 import random
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from offbeat import rpc
-from offbeat.errors import Fenced, IntegrityError, OffbeatError, ServiceUnavailable, WeightsError
-from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
-from offbeat.weights.chunks import WeightsWriter, chunks
-from offbeat.weights.manifest import Buffer, as_bytes, check, check_sealed
+from offbeat.weights.connection import Connection, TransferCounts
+from offbeat.weights.download import Downloader
+from offbeat.weights.incoming import Received
+from offbeat.weights.manifest import Buffer, check_sealed
+from offbeat.weights.retry import HOPELESS, VersionGone, translated
 from offbeat.weights.staged import StagedWeights
+from offbeat.weights.upload import PublishBase, Uploader
+
+__all__ = ["CheckpointClient", "PublishBase", "VersionGone"]
 
 log = logging.getLogger(__name__)
-
-FENCED_KEY = "offbeat-fenced"
-"""Trailing metadata of a refusal whose cause is an older term."""
-
-BROKEN = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.CANCELLED,  # by a server that stops; our own end raises asyncio's error
-    grpc.StatusCode.INTERNAL,  # a stream that was reset
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
-"""Statuses after which a transfer is taken up again while there is time."""
-
-HOPELESS = {
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.UNIMPLEMENTED,
-}
-"""Statuses that no amount of waiting changes."""
 
 Reply = TypeVar("Reply")
 
 
-class VersionGone(WeightsError):
-    """The version does not exist, or not any more. A receiver goes on with the newest one."""
-
-
 class CheckpointClient:
-    """Speaks with the checkpoint service at `address` about one run.
+    """Speaks with the checkpoint service about one run.
 
-    `receiver_id` names this process in the service's status; a learner may give its own name.
+    `addresses`: HOST:PORT of the service, or of several that have the same versions (relays, and
+    the service itself): the next one is used once the one in use can't be reached. `receiver_id`
+    names this process in the service's status; a learner may give its own name. `deltas`: keep the
+    staged weights on this host, and fetch only what changed since. `same_host`: use the service's
+    own file where this process sees it.
     """
 
-    def __init__(self, address: str, run_id: str, receiver_id: str) -> None:
-        self.address = address
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        run_id: str,
+        receiver_id: str,
+        *,
+        deltas: bool = False,
+        same_host: bool = False,
+    ) -> None:
         self.run_id = run_id
         self.receiver_id = receiver_id
-        self._channel = rpc.connect(address)
-        self._stub = checkpoint_grpc.CheckpointServiceStub(self._channel)
+        self._connection = Connection(addresses)
+        self._uploader = Uploader(self._connection, run_id)
+        self._downloader = Downloader(
+            self._connection, run_id, receiver_id, deltas=deltas, same_host=same_host
+        )
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the service in use."""
+        return self._connection.address
+
+    @property
+    def counts(self) -> TransferCounts:
+        """What was transferred so far."""
+        return self._connection.counts
+
+    @property
+    def _stub(self) -> Any:  # the generated types of the stub's asyncio form need a cast each time
+        return checkpoint_grpc.CheckpointServiceStub(self._connection.channel)
 
     async def acquire_learner(
         self,
@@ -102,66 +107,34 @@ class CheckpointClient:
         manifest: checkpoint.Manifest,
         buffers: Sequence[Buffer],
         *,
+        base: PublishBase | None = None,
         deadline_seconds: float,
     ) -> checkpoint.PublishResponse:
-        """Publishes the tensors that `manifest.describe` described, from the same buffers.
-
-        The caller has set term, parent, step and so on; the run, and a publish id when there is
-        none, are filled in. A broken publish is made again, under the same id, until the deadline.
-        The buffers must not change meanwhile.
-        """
-        complete = checkpoint.Manifest()
-        complete.CopyFrom(manifest)
-        complete.run_id = self.run_id
-        complete.publish_id = manifest.publish_id or uuid.uuid4().hex
-        check(complete)
-        views = [as_bytes(buffer) for buffer in buffers]
-        sizes = [len(view) for view in views]
-        if sizes != [spec.nbytes for spec in complete.tensors]:
-            raise WeightsError("the buffers are not those that the manifest describes")
-        retry = _Retry(f"Publish of step {manifest.step}", self.address, deadline_seconds)
-        corrupted = False
-        while True:
-            try:
-                stream = _publish_requests(complete, views)
-                return await self._stub.Publish(stream, timeout=retry.left())
-            except grpc.aio.AioRpcError as error:
-                if error.code() == grpc.StatusCode.DATA_LOSS and not corrupted:
-                    corrupted = True
-                    log.warning(
-                        "publish of step %d: %s; trying again", manifest.step, error.details()
-                    )
-                    continue
-                await retry.after(error)
+        """Publishes a version; see `Uploader.publish`."""
+        return await self._uploader.publish(
+            manifest, buffers, base=base, deadline_seconds=deadline_seconds
+        )
 
     async def stage(
-        self, directory: Path, *, version: int = 0, deadline_seconds: float
+        self, directory: Path, *, version: int = 0, full: bool = False, deadline_seconds: float
     ) -> StagedWeights:
-        """Fetches a version (0: the newest) into `directory`/<version>.weights and verifies it.
+        """Fetches and verifies a version; see `Downloader.stage`."""
+        return await self._downloader.stage(
+            directory, version=version, full=full, deadline_seconds=deadline_seconds
+        )
 
-        A broken fetch goes on at the byte where it broke. Bytes that don't match are fetched once
-        more from the start. On failure no file is left. Raises at once when the folder has no room
-        (`chunks.NoRoom`) or the version is not there (`VersionGone`); when the newest was asked for
-        and is replaced during an interruption, the then newest is fetched.
-        """
-        directory.mkdir(parents=True, exist_ok=True)
-        retry = _Retry(f"Fetch of version {version or '(newest)'}", self.address, deadline_seconds)
-        corrupted = False
-        while True:
-            transfer = _Transfer(directory, version)
-            try:
-                return await self._fetch(transfer, retry)
-            except VersionGone as error:
-                if version or not transfer.begun:
-                    raise
-                log.info("%s; fetching the newest version instead", error)
-            except IntegrityError as error:
-                if corrupted:
-                    raise
-                corrupted = True
-                log.warning("%s; fetching from the start again", error)
-            finally:
-                transfer.clean_up()
+    async def receive(
+        self,
+        directory: Path,
+        *,
+        version: int = 0,
+        base: checkpoint.Manifest | None = None,
+        deadline_seconds: float,
+    ) -> Received:
+        """What `stage` fetches, before a delta is applied; see `Downloader.receive`."""
+        return await self._downloader.receive(
+            directory, version=version, base=base, deadline_seconds=deadline_seconds
+        )
 
     async def watch(self, after_version: int = 0) -> AsyncIterator[checkpoint.WatchResponse]:
         """Yields each newer version once, for ever; a slow reader misses versions in between.
@@ -183,8 +156,9 @@ class CheckpointClient:
                         yield news
             except grpc.aio.AioRpcError as error:
                 if error.code() in HOPELESS:
-                    raise _translated(error, "Watch", self.address) from error
+                    raise translated(error, "Watch", self.address) from error
                 log.debug("watch of %s broke: %s", self.address, error.details())
+                self._connection.turn(error)
             finally:
                 call.cancel()
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -195,7 +169,7 @@ class CheckpointClient:
     ) -> checkpoint.Manifest:
         """The verified manifest of a version (0: the newest), also when its bytes are gone."""
         request = checkpoint.GetManifestRequest(run_id=self.run_id, version=version)
-        response = await self._call(
+        response: checkpoint.GetManifestResponse = await self._call(
             "GetManifest", lambda t: self._stub.GetManifest(request, timeout=t), deadline_seconds
         )
         check_sealed(response.manifest)
@@ -242,170 +216,21 @@ class CheckpointClient:
         )
 
     async def close(self) -> None:
-        """Closes the channel; calls under way are cancelled."""
-        await self._channel.close()
+        """Closes the channels, whereby calls under way are cancelled, and removes the held file."""
+        self._downloader.drop_held()
+        await self._connection.close()
 
     async def _call(
         self, what: str, attempt: Callable[[float], Awaitable[Reply]], deadline_seconds: float
     ) -> Reply:
+        async def turning(seconds: float) -> Reply:
+            try:
+                return await attempt(seconds)
+            except grpc.aio.AioRpcError as error:
+                self._connection.turn(error)
+                raise
+
         try:
-            return await rpc.call(what, self.address, attempt, deadline_seconds=deadline_seconds)
+            return await rpc.call(what, self.address, turning, deadline_seconds=deadline_seconds)
         except grpc.aio.AioRpcError as error:
-            raise _translated(error, what, self.address) from error
-
-    async def _fetch(self, transfer: "_Transfer", retry: "_Retry") -> StagedWeights:
-        while not await self._go_on(transfer, retry):
-            pass
-        return await transfer.complete()
-
-    async def _go_on(self, transfer: "_Transfer", retry: "_Retry") -> bool:
-        """Receives from where the transfer stands. False when the stream broke and may go on."""
-        request = checkpoint.FetchRequest(
-            run_id=self.run_id,
-            version=transfer.version,
-            offset=transfer.position,
-            accepted=[checkpoint.WEIGHTS_ENCODING_RAW],
-            receiver_id=self.receiver_id,
-        )
-        before = transfer.position
-        call = self._stub.Fetch(request, timeout=retry.left())
-        try:
-            async for response in call:
-                await transfer.take(response)
-        except grpc.aio.AioRpcError as error:
-            if transfer.position > before:
-                retry.reset()
-            await retry.after(error)
-            return False
-        finally:
-            call.cancel()
-        return True
-
-
-class _Transfer:
-    """One version on its way into a folder."""
-
-    def __init__(self, directory: Path, version: int) -> None:
-        self.version = version
-        self._directory = directory
-        self._partial = directory / f".{uuid.uuid4().hex}.partial"
-        self._manifest: checkpoint.Manifest | None = None
-        self._writer: WeightsWriter | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Whether the service has sent anything."""
-        return self._manifest is not None
-
-    @property
-    def position(self) -> int:
-        """First byte that is still to come."""
-        return 0 if self._writer is None else self._writer.position
-
-    async def take(self, response: checkpoint.FetchResponse) -> None:
-        """Takes the next message of the stream."""
-        if response.WhichOneof("part") == "header":
-            await self._begin(response.header)
-            return
-        if self._writer is None:
-            raise WeightsError("the checkpoint service sent bytes before their header")
-        chunk = response.chunk
-        if chunk.offset != self._writer.position:
-            raise IntegrityError(
-                f"version {self.version}: expected byte {self._writer.position} next, "
-                f"found byte {chunk.offset}"
-            )
-        await self._writer.add(chunk.data)
-
-    async def complete(self) -> StagedWeights:
-        """The staged weights, once every hash was found right."""
-        if self._writer is None or self._manifest is None:
-            raise IntegrityError("the checkpoint service sent no header")
-        await self._writer.finish()
-        path = self._directory / f"{self.version}.weights"
-        os.replace(self._partial, path)
-        return StagedWeights(path, self._manifest)
-
-    def clean_up(self) -> None:
-        """Removes what an incomplete transfer has left."""
-        self._partial.unlink(missing_ok=True)
-
-    async def _begin(self, header: checkpoint.FetchHeader) -> None:
-        """The first header starts the file; those of later attempts must speak of the same one."""
-        manifest = header.manifest
-        if self._manifest is None:
-            check_sealed(manifest)
-            self._manifest = manifest
-            self.version = manifest.version
-            self._writer = await WeightsWriter.create(self._partial, manifest)
-        elif manifest.digest != self._manifest.digest:
-            raise IntegrityError(f"version {self.version} changed during its fetch")
-
-
-class _Retry:
-    """The deadline of a transfer and the growing pause between its attempts."""
-
-    def __init__(self, what: str, address: str, deadline_seconds: float) -> None:
-        self._what = what
-        self._address = address
-        self._total = deadline_seconds
-        self._end = asyncio.get_running_loop().time() + deadline_seconds
-        self._pause = 0.05
-        self._refusal: grpc.aio.AioRpcError | None = None
-
-    def left(self) -> float:
-        """Seconds until the deadline; a call's timeout."""
-        return max(0.001, self._end - asyncio.get_running_loop().time())
-
-    def reset(self) -> None:
-        """Makes the next pause short again: there was progress."""
-        self._pause = 0.05
-
-    async def after(self, error: grpc.aio.AioRpcError) -> None:
-        """Pauses before the next attempt, or raises what `error` and the deadline mean."""
-        expired = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        if error.code() not in BROKEN and not expired:
-            raise _translated(error, self._what, self._address) from error
-        if not expired:
-            self._refusal = error
-        if self.left() <= self._pause:
-            # An attempt that merely ran out of time says less than the one before it.
-            error = self._refusal or error
-            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise _translated(error, self._what, self._address) from error
-            raise ServiceUnavailable(
-                f"{self._what} at {self._address} did not end within {self._total:g} s (last "
-                f"answer: {error.code().name} {error.details() or ''}); is the service running?"
-            ) from error
-        full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        level = logging.WARNING if full else logging.INFO
-        log.log(level, "%s at %s: %s; going on", self._what, self._address, error.details())
-        await asyncio.sleep(self._pause * random.uniform(0.5, 1.0))
-        self._pause = min(2.0, self._pause * 2)
-
-
-async def _publish_requests(
-    manifest: checkpoint.Manifest, views: Sequence[memoryview]
-) -> AsyncIterator[checkpoint.PublishRequest]:
-    yield checkpoint.PublishRequest(
-        header=checkpoint.PublishHeader(
-            manifest=manifest, shard_count=1, encoding=checkpoint.WEIGHTS_ENCODING_RAW
-        )
-    )
-    offset = 0
-    for data in chunks(views):
-        yield checkpoint.PublishRequest(chunk=checkpoint.WeightsChunk(offset=offset, data=data))
-        offset += len(data)
-        failpoint("publish.sending")
-
-
-def _translated(error: grpc.aio.AioRpcError, what: str, address: str) -> OffbeatError:
-    """The error of `offbeat.errors` that a final status stands for."""
-    text = f"{what} at {address}: {error.details() or error.code().name}"
-    if error.code() == grpc.StatusCode.DATA_LOSS:
-        return IntegrityError(text)
-    if error.code() == grpc.StatusCode.NOT_FOUND:
-        return VersionGone(text)
-    if any(key == FENCED_KEY for key, _ in error.trailing_metadata() or ()):
-        return Fenced(text)
-    return WeightsError(text)
+            raise translated(error, what, self.address) from error

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from offbeat.errors import IntegrityError, WeightsError
 from offbeat.v1 import checkpoint_pb2 as checkpoint
-from offbeat.weights.hashing import HASH_BYTES, hash_of
+from offbeat.weights.hashing import FAST_HASH_BYTES, HASH_BYTES, fast_hash_of, hash_of
 
 Buffer = bytes | bytearray | memoryview
 
@@ -67,6 +67,7 @@ def describe(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]]) -> check
             offset=offset,
             nbytes=len(data),
             hash=hash_of(data),
+            fast_hash=fast_hash_of(data),
         )
         offset += len(data)
     manifest.total_bytes = offset
@@ -145,6 +146,11 @@ def _check_tensor(spec: checkpoint.TensorSpec, offset: int) -> None:
         )
     if spec.offset != offset:
         raise WeightsError(f"tensor {spec.name}: expected offset {offset}, found {spec.offset}")
+    if len(spec.fast_hash) not in {0, FAST_HASH_BYTES}:
+        raise WeightsError(
+            f"tensor {spec.name}: expected a fast hash of {FAST_HASH_BYTES} bytes or none, "
+            f"found {len(spec.fast_hash)}"
+        )
     if len(spec.hash) != HASH_BYTES:
         raise WeightsError(
             f"tensor {spec.name}: expected a hash of {HASH_BYTES} bytes, found {len(spec.hash)}"

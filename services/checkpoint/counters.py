@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.checkpoint.deltas import Deltas
 from services.checkpoint.store import VersionStore
 
 
@@ -16,10 +17,13 @@ class Counters(Collector):
     """Counts since the start of the process, and what the store holds now."""
 
     store: VersionStore
+    deltas: Deltas | None = None
     sent_bytes: int = 0
     received_bytes: int = 0
     published: int = 0
     watchers: int = 0
+    fetches: Counter[str] = field(default_factory=Counter)
+    """Fetches that were sent to their end, by encoding: full, delta, mapped."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Calls that were refused, by status."""
 
@@ -58,9 +62,15 @@ class Counters(Collector):
         }
         for name, (text, value) in totals.items():
             yield CounterMetricFamily(f"offbeat_checkpoint_{name}", text, value)
-        refusals = CounterMetricFamily(
-            "offbeat_checkpoint_refusals", "Calls refused, by status.", labels=["status"]
-        )
-        for status, count in sorted(self.refusals.items()):
-            refusals.add_metric([status], count)
-        yield refusals
+        yield _labelled("refusals", "Calls refused, by status.", "status", self.refusals)
+        yield _labelled("sent", "Versions sent, by encoding.", "encoding", self.fetches)
+        if self.deltas is not None:
+            text = "Deltas that a receiver asked for and did not get, by reason."
+            yield _labelled("delta_refusals", text, "reason", self.deltas.refusals)
+
+
+def _labelled(name: str, text: str, label: str, counts: Counter[str]) -> Metric:
+    family = CounterMetricFamily(f"offbeat_checkpoint_{name}", text, labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family

@@ -15,8 +15,7 @@ from offbeat.rpc.entry import parse_service_args, run_folder, write_address
 from offbeat.streams.redis import RedisVersionMark
 from offbeat.telemetry import setup_logs
 from offbeat.telemetry.metrics import start_metrics
-from offbeat.v1.checkpoint_pb2_grpc import add_CheckpointServiceServicer_to_server
-from services.checkpoint.service import SERVICE_NAME, CheckpointServicer
+from services.checkpoint.service import SERVICE_NAME, CheckpointServicer, add_to_server
 from services.checkpoint.store import VersionStore
 
 log = logging.getLogger(__name__)
@@ -37,13 +36,19 @@ async def serve(recipe: Recipe) -> None:
     mark = None
     if url is not None:
         mark = RedisVersionMark(url, recipe.run_id, patience_seconds=REDIS_SECONDS)
-    servicer = CheckpointServicer(store, lease_seconds=settings.lease_seconds, mark=mark)
+    servicer = CheckpointServicer(
+        store,
+        lease_seconds=settings.lease_seconds,
+        mark=mark,
+        deltas=settings.deltas,
+        lend_files=settings.same_host_files,
+    )
     registry = CollectorRegistry()
     registry.register(servicer.counters)
     server = RpcServer(
         settings.rpc,
         SERVICE_NAME,
-        lambda server: add_CheckpointServiceServicer_to_server(servicer, server),
+        lambda server: add_to_server(servicer, server),
     )
     stop = terminated()
     await server.start()

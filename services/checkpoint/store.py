@@ -5,12 +5,15 @@
       counters.json               newest term and version number, with a checksum
       incoming/<random>/          publishes under way
       <n>/weights.bin             the tensors of version n, one after the other
+      <n>/from-<b>.delta          deltas from version b to n: sent to receivers that hold b
       <n>/manifest.pb             written last: a version without it does not exist
 
 A version becomes visible by one rename (of its manifest), so a crash leaves the old state or the
 new one. Its number is durable before that, and so never given twice. Counters and manifests are
 fsynced; the tensors are not: they are a cache that the learner can upload again, and start-up
-finds what a power failure took from them.
+finds what a power failure took from them. A version that was uploaded as a delta is committed with
+room for its tensors, which are written afterwards; start-up makes them from base and delta when
+that was cut short.
 
 All methods block. Those that change something must not run at the same time (the service has a
 lock); the others may be called from any thread.
@@ -30,6 +33,7 @@ from google.protobuf.message import DecodeError
 from offbeat.errors import ConfigError, IntegrityError
 from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.weights import delta
 from offbeat.weights.hashing import hash_of, verify_file
 from offbeat.weights.manifest import check_sealed
 
@@ -38,6 +42,7 @@ log = logging.getLogger(__name__)
 WEIGHTS = "weights.bin"
 MANIFEST = "manifest.pb"
 COUNTERS = "counters.json"
+DELTAS = "from-*.delta"
 
 KEEP_MANIFESTS = 1000
 """Manifests that are kept of versions whose bytes are gone."""
@@ -81,6 +86,11 @@ class StoredVersion:
     def weights(self) -> Path:
         """The file with the bytes."""
         return self.folder / WEIGHTS
+
+
+def delta_path(folder: Path, base: int) -> Path:
+    """The file of the delta from version `base` to the version of the folder."""
+    return folder / DELTAS.replace("*", str(base))
 
 
 class VersionStore:
@@ -166,6 +176,20 @@ class VersionStore:
                 return entry
         return None
 
+    def find_parts(self, part: checkpoint.Manifest) -> StoredVersion | None:
+        """The available version that contains this part of a publish in several parts, if there is one."""
+        hashes = {spec.name: spec.hash for spec in part.tensors}
+        for entry in self._versions.values():
+            found = entry.manifest
+            same = (found.term, found.step, found.publish_id) == (
+                part.term, part.step, part.publish_id,
+            )  # fmt: skip
+            if entry.available and same:
+                stored = {spec.name: spec.hash for spec in found.tensors}
+                if hashes.items() <= stored.items():
+                    return entry
+        return None
+
     # ---- terms and numbers
 
     def acquire_term(self, term_floor: int, version_floor: int) -> int:
@@ -198,6 +222,16 @@ class VersionStore:
             raise ValueError(f"version {number} was already given; the last was {self.last_number}")
         self._count(self.term, number)
         failpoint("publish.counted")
+        return self._move_in(folder, manifest)
+
+    def adopt(self, folder: Path, manifest: checkpoint.Manifest) -> StoredVersion:
+        """Takes in a version that another service has numbered, in whatever order. For relays."""
+        self._count(max(self.term, manifest.term), max(self.last_number, manifest.version))
+        shutil.rmtree(self.directory / str(manifest.version), ignore_errors=True)
+        return self._move_in(folder, manifest)
+
+    def _move_in(self, folder: Path, manifest: checkpoint.Manifest) -> StoredVersion:
+        number = manifest.version
         target = self.directory / str(number)
         try:
             folder.rename(target)
@@ -236,6 +270,8 @@ class VersionStore:
         bare.ClearField("parity")
         self._put(StoredVersion(bare, entry.folder, available=False))
         entry.weights.unlink(missing_ok=True)
+        for path in entry.folder.glob(DELTAS):
+            path.unlink(missing_ok=True)
 
     def verify(self, entry: StoredVersion) -> None:
         """Raises `IntegrityError`, after dropping the bytes, when they do not match the manifest."""
@@ -274,9 +310,8 @@ class VersionStore:
         return descriptor
 
     def _load_versions(self) -> None:
-        for folder in self.directory.iterdir():
-            if not folder.name.isdecimal():
-                continue
+        folders = [path for path in self.directory.iterdir() if path.name.isdecimal()]
+        for folder in sorted(folders, key=lambda path: int(path.name)):  # bases first
             try:
                 manifest = _read_manifest(folder)
             except FileNotFoundError:
@@ -301,9 +336,31 @@ class VersionStore:
             self.drop_bytes(entry)
             return
         try:
-            self.verify(entry)
+            verify_file(entry.weights, manifest)
         except IntegrityError as error:
-            log.error("%s; dropped its bytes", error)
+            if self._rebuild(entry):
+                log.warning("version %d was made again from its delta", entry.version)
+                return
+            self.damaged += 1
+            self.drop_bytes(entry)
+            log.error("version %d is damaged: %s; dropped its bytes", entry.version, error)
+
+    def _rebuild(self, entry: StoredVersion) -> bool:
+        """Makes the bytes from a base and the delta that was uploaded; False when that can't be done."""
+        for path in entry.folder.glob(DELTAS):
+            base = self._versions.get(int(path.stem.removeprefix("from-")))
+            if base is None or not base.available:
+                continue
+            try:
+                weights = bytearray(base.weights.read_bytes())
+                delta.apply(path.read_bytes(), memoryview(weights))
+                entry.weights.write_bytes(weights)
+                verify_file(entry.weights, entry.manifest)
+            except (OSError, IntegrityError) as error:
+                log.warning("version %d: %s", entry.version, error)
+            else:
+                return True
+        return False
 
     def _load_counters(self) -> None:
         manifests = [entry.manifest for entry in self._versions.values()]

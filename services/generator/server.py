@@ -59,7 +59,14 @@ async def serve(recipe: Recipe) -> None:
             recipe.run_id, generator_id, server.address, settings.engine.name, vocab_size
         )
         folders = StagingFolders(settings.staging_directory, run_folder(recipe))
-        client = CheckpointClient(checkpoint_address, recipe.run_id, generator_id)
+        client = CheckpointClient(
+            [*settings.checkpoint_addresses, checkpoint_address],
+            recipe.run_id,
+            generator_id,
+            deltas=recipe.checkpoint.deltas,
+            # An adapter is small, and merged into a file of its own beside what was fetched.
+            same_host=recipe.checkpoint.same_host_files and recipe.learner.lora is None,
+        )
         streams = RedisWorkerStreams(
             redis_url, recipe.run_id, "generator", generator_id, recipe.redis
         )

@@ -105,13 +105,15 @@ class Stager:
             self.staged.discard()
             self.staged = None
 
-    async def fetch(self, version: int) -> StagedWeights:
-        """Fetches a version in full, now, and merges an adapter. Raises what `stage` and `merge` do."""
+    async def fetch(self, version: int, *, full: bool = True) -> StagedWeights:
+        """Fetches a version now, in full or as it is quickest; merges an adapter. Raises what `stage` and `merge` do."""
         size = self._sizes.get(version, 0)
         if self._merger is not None:
             size = max(size, self._merger.merged_bytes)
         folder = self._folders.choose(size)
-        weights = await self._client.stage(folder, version=version, deadline_seconds=FETCH_SECONDS)
+        weights = await self._client.stage(
+            folder, version=version, full=full, deadline_seconds=FETCH_SECONDS
+        )
         if self._merger is None:
             return weights
         return await asyncio.to_thread(self._merger.merge, weights)
@@ -140,7 +142,7 @@ class Stager:
         self.drop()
         began = time.monotonic()
         try:
-            self.staged = await self.fetch(version)
+            self.staged = await self.fetch(version, full=False)
         except NoRoom:
             raise
         except (IntegrityError, ServiceUnavailable) as error:

@@ -17,7 +17,7 @@ from offbeat.ledger import Ledger
 from offbeat.streams.base import Delivery, LearnerStreams, Member
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import samples_pb2 as samples
-from offbeat.weights.client import CheckpointClient
+from offbeat.weights.client import CheckpointClient, PublishBase
 from services.learner.cohorts import Cohorts, Place, Verdict
 from services.learner.evaluation import Evaluation, Evaluator
 from services.learner.tasks import TaskMaker
@@ -69,6 +69,7 @@ class Coordinator:
         )
         self._arrived = asyncio.Condition()
         self._publishing = asyncio.Lock()
+        self._published: PublishBase | None = None
         self._last_arrival = time.monotonic()
         self._issued_at: dict[int, float] = {}
         self._inherited: set[int] = set()
@@ -116,8 +117,13 @@ class Coordinator:
         began = time.monotonic()
         async with self._publishing:
             reply = await self._weights.publish(
-                given, publication.buffers, deadline_seconds=PUBLISH_SECONDS
+                given,
+                publication.buffers,
+                base=self._published,
+                deadline_seconds=PUBLISH_SECONDS,
             )
+            if self._recipe.checkpoint.deltas:
+                self._published = PublishBase(reply.manifest, publication.buffers)
             version = reply.manifest.version
             self.cohorts.lineage.add(version, given.step, given.update)
         self._record("publish", version=version, parent=given.parent, step=given.step)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import resource
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -18,7 +17,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from prometheus_client import CollectorRegistry
 
 from offbeat import rpc
-from offbeat.config.service import RedisSettings, RpcSettings
+from offbeat.config.service import RedisSettings
 from offbeat.errors import Fenced, IntegrityError, ServiceUnavailable, WeightsError
 from offbeat.failpoints import VARIABLE
 from offbeat.local.redis_server import RedisServer
@@ -27,69 +26,31 @@ from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
 from offbeat.weights.chunks import NoRoom
 from offbeat.weights.client import CheckpointClient, VersionGone
-from offbeat.weights.manifest import as_bytes, describe
-from services.checkpoint.service import SERVICE_NAME, CheckpointServicer, VersionMark
-from services.checkpoint.store import COMMIT_POINTS, VersionStore
+from offbeat.weights.manifest import describe
+from services.checkpoint.service import (
+    SERVICE_NAME,
+)
+from services.checkpoint.store import COMMIT_POINTS
+from tests.harness.checkpoints import (
+    MIB,
+    RUN,
+    Running,
+    Tensor,
+    client_of,
+    content,
+    publish,
+    serving,
+    tensors,
+    until,
+)
 from tests.harness.proxy import Direction, Proxy
 from tests.harness.service import Service, health
 
-RUN = "run-1"
-MIB = 1024**2
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 # ---- what the tests stand on
-
-
-@dataclass
-class Running:
-    """A service in this process, on a port of its own."""
-
-    server: rpc.RpcServer
-    servicer: CheckpointServicer
-    store: VersionStore
-
-    @property
-    def address(self) -> str:
-        return self.server.address
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    folder: Path,
-    *,
-    keep: int = 3,
-    lease_seconds: float = 600.0,
-    mark: VersionMark | None = None,
-    load: bool = True,
-) -> AsyncIterator[Running]:
-    store = VersionStore(folder, RUN, keep)
-    servicer = CheckpointServicer(store, lease_seconds=lease_seconds, mark=mark)
-    server = rpc.RpcServer(
-        RpcSettings(),
-        SERVICE_NAME,
-        lambda server: checkpoint_grpc.add_CheckpointServiceServicer_to_server(servicer, server),
-    )
-    await server.start()
-    try:
-        if load:
-            await servicer.load()
-            await server.health.set_ready(True)
-        yield Running(server, servicer, store)
-    finally:
-        servicer.stop_watches()
-        await server.stop(0)
-        await servicer.close()
-
-
-@contextlib.asynccontextmanager
-async def client_of(address: str, name: str = "receiver-1") -> AsyncIterator[CheckpointClient]:
-    client = CheckpointClient(address, RUN, name)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 @pytest.fixture
@@ -127,37 +88,6 @@ def a_process(tmp_path: Path, **environment: str) -> Service:
     return Service("checkpoint", recipe, folder, environment=environment)
 
 
-Tensor = tuple[str, str, Sequence[int], np.ndarray]
-
-
-def tensors(nbytes: int, seed: int = 0) -> list[Tensor]:
-    """Three tensors of random bytes whose borders lie on no chunk's border."""
-    rng = np.random.default_rng(seed)
-    sizes = [nbytes // 3 - 7, 5, nbytes - nbytes // 3 + 2]
-    return [
-        (f"t{index}", "uint8", (size,), rng.integers(0, 256, size, dtype=np.uint8))
-        for index, size in enumerate(sizes)
-    ]
-
-
-def content(weights: list[Tensor]) -> bytes:
-    return b"".join(as_bytes(buffer) for *_, buffer in weights)
-
-
-async def publish(
-    client: CheckpointClient,
-    weights: list[Tensor],
-    *,
-    term: int = 1,
-    step: int = 1,
-    deadline_seconds: float = 60.0,
-) -> checkpoint.PublishResponse:
-    manifest = describe(weights)
-    manifest.term, manifest.step, manifest.kind = term, step, checkpoint.WEIGHTS_KIND_FULL
-    buffers = [buffer for *_, buffer in weights]
-    return await client.publish(manifest, buffers, deadline_seconds=deadline_seconds)
-
-
 async def refusal(
     service: Running, requests: Sequence[checkpoint.PublishRequest]
 ) -> tuple[grpc.StatusCode, str]:
@@ -175,12 +105,6 @@ async def staged_bytes(client: CheckpointClient, folder: Path, version: int = 0)
     data = weights.path.read_bytes()
     weights.discard()
     return data
-
-
-async def until(condition: object) -> None:
-    """Waits for `condition()`; the test's own time limit ends a wait in vain."""
-    while not condition():  # type: ignore[operator]
-        await asyncio.sleep(0.005)
 
 
 # ---- round trips
@@ -766,8 +690,9 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
         ([_header(term=0)], INVALID, "term is 0"),
         ([_header(kind=0)], INVALID, "expected FULL"),
         ([_header(kind=77)], INVALID, "expected FULL"),
-        ([_header(encoding=2)], INVALID, "encoding 2 is not accepted"),
-        ([_header(shard_index=1, shard_count=2)], INVALID, "part 1 of 2"),
+        ([_header(encoding=3)], INVALID, "encoding 3 is not accepted"),
+        ([_header(shard_index=2, shard_count=2)], INVALID, "part 2 of 2"),
+        ([_header(shard_index=1, shard_count=2)], INVALID, "needs a publish_id"),
         ([_header(total_bytes=5)], INVALID, "total_bytes is 5"),
         ([_header(run_id="x")], grpc.StatusCode.FAILED_PRECONDITION, "not of 'x'"),
     ],

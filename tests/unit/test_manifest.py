@@ -13,6 +13,7 @@ from offbeat.errors import IntegrityError, WeightsError
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.weights import manifest as manifests
 from offbeat.weights.chunks import NoRoom, WeightsWriter, chunks, read_batch
+from offbeat.weights.frames import read_chunk
 from offbeat.weights.hashing import TensorVerifier, hash_of, verify_file
 
 TENSORS = [
@@ -180,7 +181,10 @@ async def test_a_written_file_reads_back(manifest: checkpoint.Manifest, tmp_path
         await writer.add(bytes([byte]))
     await writer.finish()
     verify_file(tmp_path / "file", manifest)
-    assert b"".join(read_batch(tmp_path / "file", 5, len(DATA))) == DATA[5:]
+    found = [read_chunk(message) for _, message in read_batch(tmp_path / "file", 5, len(DATA))]
+    assert found[0] is not None
+    assert found[0].offset == 5
+    assert b"".join(chunk.data for chunk in found if chunk is not None) == DATA[5:]
     with pytest.raises(IntegrityError, match="ends at byte 38"):
         read_batch(tmp_path / "file", 5, len(DATA) + 1)
 

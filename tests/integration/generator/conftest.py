@@ -20,11 +20,10 @@ from offbeat.local.redis_server import RedisServer
 from offbeat.streams.base import Delivery, Stream
 from offbeat.streams.redis import RedisLearnerStreams, RedisWorkerStreams
 from offbeat.v1 import checkpoint_pb2 as checkpoint
-from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
 from offbeat.v1 import samples_pb2 as samples
 from offbeat.weights.client import CheckpointClient
 from offbeat.weights.manifest import Buffer, describe
-from services.checkpoint.service import SERVICE_NAME, CheckpointServicer
+from services.checkpoint.service import SERVICE_NAME, CheckpointServicer, add_to_server
 from services.checkpoint.store import VersionStore
 from tests.harness.service import Service
 
@@ -94,9 +93,7 @@ class Run:
         self._server = rpc.RpcServer(
             RpcSettings(),
             SERVICE_NAME,
-            lambda server: checkpoint_grpc.add_CheckpointServiceServicer_to_server(
-                self._servicer, server
-            ),
+            lambda server: add_to_server(self._servicer, server),
         )
         await self._server.start()
         await self._servicer.load()
