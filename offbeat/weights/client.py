@@ -202,6 +202,12 @@ class CheckpointClient:
             parity_difference=parity_difference,
             pause_seconds=pause_seconds,
         )
+        await self.forward_applied(request, deadline_seconds=deadline_seconds)
+
+    async def forward_applied(
+        self, request: checkpoint.AppliedRequest, *, deadline_seconds: float
+    ) -> None:
+        """The same for another receiver, whose request this is: a relay's."""
         await self._call(
             "Applied", lambda t: self._stub.Applied(request, timeout=t), deadline_seconds
         )

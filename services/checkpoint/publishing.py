@@ -8,10 +8,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from offbeat.errors import Fenced, IntegrityError, ServiceUnavailable, WeightsError
 from offbeat.failpoints import failpoint
@@ -20,7 +20,7 @@ from offbeat.weights import delta
 from offbeat.weights.chunks import MAX_CHUNK_BYTES, WeightsWriter
 from offbeat.weights.frames import read_chunk
 from offbeat.weights.hashing import hash_of
-from offbeat.weights.incoming import DELTA, RAW
+from offbeat.weights.incoming import DELTA, RAW, Delta, FullFile
 from offbeat.weights.manifest import check, seal, weights_digest
 from services.checkpoint.changes import Changes
 from services.checkpoint.counters import Counters
@@ -52,6 +52,12 @@ class VersionMark(Protocol):
 
     async def newest_term(self) -> int:
         """The newest term that a learner began; 0 when there is none."""
+
+
+Commit = Callable[
+    [Path, checkpoint.Manifest, Callable[[StoredVersion], None]],
+    Coroutine[Any, Any, tuple[StoredVersion, bool]],
+]
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,23 @@ class Publisher:
                 and self._assemblies.get((*key, header.shard_count)) is assembly
             ):
                 del self._assemblies[(*key, header.shard_count)]
+
+    async def adopt(self, folder: Path, received: FullFile | Delta) -> StoredVersion:
+        """Takes in a version of the upstream; `folder` is where a whole file lies. For relays.
+
+        Raises `IntegrityError` when a delta does not lead to what the manifest says.
+        """
+        manifest = received.manifest
+        if isinstance(received, Delta):
+            header = checkpoint.PublishHeader(manifest=manifest, base_version=received.base_version)
+            base = self._store.get_available(received.base_version)
+            part = Part(header, received.data)
+            return (await self._commit_changes(folder, manifest, base, [part], self._adopt))[0]
+        await asyncio.to_thread(os.replace, received.path, folder / WEIGHTS)
+        entry, _ = await self._changes.exclusively(self._adopt(folder, manifest))
+        if self._deltas is not None:
+            self._changes.keep(self._load_head(entry))
+        return entry
 
     async def written(self, entry: StoredVersion) -> None:
         """Waits until the file of a version has its bytes. Raises `UnknownVersion` when they could not be written."""
@@ -267,6 +290,7 @@ class Publisher:
         manifest: checkpoint.Manifest,
         base: StoredVersion,
         parts: Sequence[Part],
+        commit: Commit | None = None,
     ) -> tuple[StoredVersion, bool]:
         """Applies the parts to the base in memory, and commits what comes of it."""
         await self._head_lock.acquire()
@@ -284,7 +308,7 @@ class Publisher:
             await self.written(base)
             await asyncio.to_thread(self._change_head, folder, manifest, base, parts)
             entry, existed = await self._changes.exclusively(
-                self._commit(folder, manifest, begin_to_write)
+                (commit or self._commit)(folder, manifest, begin_to_write)
             )
         finally:
             if not written:
@@ -364,6 +388,22 @@ class Publisher:
             manifest.term,
             manifest.total_bytes,
         )
+        await asyncio.to_thread(self._store.prune)
+        return entry, False
+
+    async def _adopt(
+        self,
+        folder: Path,
+        manifest: checkpoint.Manifest,
+        on_commit: Callable[[StoredVersion], None] = lambda entry: None,
+    ) -> tuple[StoredVersion, bool]:
+        """Stores a version under the number that the upstream gave it. Runs exclusively."""
+        entry = await asyncio.to_thread(self._store.adopt, folder, manifest)
+        self._note_deltas(entry)
+        on_commit(entry)
+        self._counters.published += 1
+        self.announce()
+        log.info("version %d mirrored, %d bytes", entry.version, manifest.total_bytes)
         await asyncio.to_thread(self._store.prune)
         return entry, False
 

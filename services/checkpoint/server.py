@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +11,13 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from offbeat.config import Recipe
-from offbeat.errors import ConfigError
+from offbeat.errors import OffbeatError
 from offbeat.rpc import RpcServer, terminated
 from offbeat.rpc.entry import parse_service_args, run_folder, write_address
 from offbeat.streams.redis import RedisVersionMark
 from offbeat.telemetry import setup_logs
 from offbeat.telemetry.metrics import start_metrics
+from offbeat.weights.client import CheckpointClient
 from services.checkpoint.service import SERVICE_NAME, CheckpointServicer, add_to_server
 from services.checkpoint.store import VersionStore
 
@@ -30,11 +33,12 @@ REDIS_SECONDS = 10.0
 async def serve(recipe: Recipe) -> None:
     """Serves until SIGTERM or SIGINT. Raises `ConfigError` when it can't start."""
     settings = recipe.checkpoint
-    folder = Path(settings.directory) if settings.directory else run_folder(recipe) / "versions"
+    name = "versions" if settings.upstream is None else "relay"
+    folder = Path(settings.directory) if settings.directory else run_folder(recipe) / name
     store = VersionStore(folder, recipe.run_id, settings.keep_versions)
     url = recipe.redis.url
     mark = None
-    if url is not None:
+    if url is not None and settings.upstream is None:
         mark = RedisVersionMark(url, recipe.run_id, patience_seconds=REDIS_SECONDS)
     servicer = CheckpointServicer(
         store,
@@ -42,6 +46,7 @@ async def serve(recipe: Recipe) -> None:
         mark=mark,
         deltas=settings.deltas,
         lend_files=settings.same_host_files,
+        upstream=_upstream(recipe),
     )
     registry = CollectorRegistry()
     registry.register(servicer.counters)
@@ -54,11 +59,14 @@ async def serve(recipe: Recipe) -> None:
     await server.start()
     try:
         start_metrics(settings.rpc, registry)
-        write_address(recipe, "checkpoint", MEMBER_ID, server.address)
+        if settings.upstream is None:
+            write_address(recipe, "checkpoint", MEMBER_ID, server.address)
+        else:
+            write_address(recipe, "relay", str(server.port), server.address)
         await servicer.load()
         await server.health.set_ready(True)
         log.info("serving run %s from %s at %s", recipe.run_id, folder, server.address)
-        await stop.wait()
+        await _until_stopped(stop, servicer)
         log.info("stopping")
     finally:
         servicer.stop_watches()
@@ -68,12 +76,31 @@ async def serve(recipe: Recipe) -> None:
             await mark.close()
 
 
+def _upstream(recipe: Recipe) -> CheckpointClient | None:
+    """The connection of a relay to the service that it mirrors."""
+    address = recipe.checkpoint.upstream
+    if address is None:
+        return None
+    return CheckpointClient(address, recipe.run_id, f"relay-{socket.getfqdn()}-{os.getpid()}")
+
+
+async def _until_stopped(stop: asyncio.Event, servicer: CheckpointServicer) -> None:
+    """Waits for the signal. Raises what ended a relay's mirroring before that."""
+    waiting = asyncio.create_task(stop.wait())
+    tasks = {waiting} if servicer.mirroring is None else {waiting, servicer.mirroring}
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        waiting.cancel()
+        assert servicer.mirroring is not None
+        servicer.mirroring.result()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point."""
     recipe = parse_service_args(argv)
     setup_logs(recipe.telemetry, "checkpoint")
     try:
         asyncio.run(serve(recipe))
-    except ConfigError as error:
+    except OffbeatError as error:
         log.critical("%s", error)
         sys.exit(2)

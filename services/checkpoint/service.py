@@ -10,12 +10,14 @@ import grpc
 from offbeat.errors import IntegrityError, ServiceUnavailable, WeightsError
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import checkpoint_pb2_grpc as checkpoint_grpc
+from offbeat.weights.client import CheckpointClient
 from offbeat.weights.connection import SERVICE as SERVICE_NAME
-from services.checkpoint.answers import Context, WrongRun, answering
+from services.checkpoint.answers import Context, NotHere, WrongRun, answering
 from services.checkpoint.changes import Changes
 from services.checkpoint.counters import Counters
 from services.checkpoint.deltas import Deltas
 from services.checkpoint.fetching import Fetcher
+from services.checkpoint.mirror import Mirror
 from services.checkpoint.publishing import Publisher, VersionMark
 from services.checkpoint.store import StoredVersion, VersionStore
 
@@ -54,6 +56,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         mark: VersionMark | None = None,
         deltas: bool = True,
         lend_files: bool = True,
+        upstream: CheckpointClient | None = None,
     ) -> None:
         self._store = store
         self._mark = mark
@@ -76,6 +79,11 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
             lend_files=lend_files,
         )
 
+        self._mirror = None
+        if upstream is not None:
+            self._mirror = Mirror(upstream, store, self._publisher, deltas=deltas)
+        self._mirroring: asyncio.Task[None] | None = None
+
     @property
     def directory(self) -> Path:
         """Where the versions are."""
@@ -85,6 +93,13 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         """Opens the store; until then every rpc is answered UNAVAILABLE."""
         await asyncio.to_thread(self._store.open)
         self._ready = True
+        if self._mirror is not None:
+            self._mirroring = asyncio.create_task(self._mirror.run(), name="mirror")
+
+    @property
+    def mirroring(self) -> "asyncio.Task[None] | None":
+        """What a relay does all the time; it ends only by an error."""
+        return self._mirroring
 
     def stop_watches(self) -> None:
         """Ends the streams that would never end by themselves, so that a graceful stop is quick."""
@@ -93,6 +108,11 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
 
     async def close(self) -> None:
         """Waits for changes under way and gives the store up."""
+        if self._mirroring is not None:
+            self._mirroring.cancel()
+            await asyncio.wait([self._mirroring])
+        if self._mirror is not None:
+            await self._mirror.close()
         await self._changes.close()
         if self._deltas is not None:
             await self._deltas.close()
@@ -108,6 +128,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         self, request: checkpoint.AcquireLearnerRequest, context: Context
     ) -> checkpoint.AcquireLearnerResponse:
         self._check_run(request.run_id)
+        self._check_not_relay()
         floor = request.term_floor
         if self._mark is not None:
             floor = max(floor, await self._mark.newest_term())
@@ -127,6 +148,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
     ) -> checkpoint.PublishResponse:
         header = await _header(requests)
         self._check_run(header.manifest.run_id)
+        self._check_not_relay()
         entry, existed = await self._publisher.publish(header, requests)
         return checkpoint.PublishResponse(manifest=entry.manifest, existed=existed)
 
@@ -138,7 +160,10 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         self, request: checkpoint.FetchRequest, context: Context
     ) -> None:
         self._check_run(request.run_id)
-        entry = self._store.get_available(request.version)
+        if self._mirror is not None:
+            entry = await self._mirror.get(request.version)
+        else:
+            entry = self._store.get_available(request.version)
         await self._fetcher.send(request, entry, context)
 
     @answering
@@ -166,6 +191,10 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
         self, request: checkpoint.GetManifestRequest, context: Context
     ) -> checkpoint.GetManifestResponse:
         self._check_run(request.run_id)
+        if self._mirror is not None:
+            return checkpoint.GetManifestResponse(
+                manifest=(await self._mirror.get(request.version)).manifest
+            )
         manifest = await asyncio.to_thread(self._store.manifest, request.version)
         return checkpoint.GetManifestResponse(manifest=manifest)
 
@@ -207,6 +236,8 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
             request.parity_difference,
             request.pause_seconds,
         )
+        if self._mirror is not None:
+            self._changes.keep(self._mirror.applied(request))
         return checkpoint.AppliedResponse()
 
     @answering
@@ -223,9 +254,16 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
             sent_bytes=self.counters.sent_bytes,
             received_bytes=self.counters.received_bytes,
             receivers=self._receivers,
+            upstream=self._mirror.upstream if self._mirror is not None else "",
         )
 
     # ---- the rest
+
+    def _check_not_relay(self) -> None:
+        if self._mirror is not None:
+            raise NotHere(
+                f"this is a relay of the checkpoint service at {self._mirror.upstream}: publish there"
+            )
 
     def _check_run(self, run_id: str) -> None:
         if not self._ready:

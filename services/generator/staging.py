@@ -106,7 +106,7 @@ class Stager:
             self.staged = None
 
     async def fetch(self, version: int, *, full: bool = True) -> StagedWeights:
-        """Fetches a version now, in full or as it is quickest; merges an adapter. Raises what `stage` and `merge` do."""
+        """Fetches a version now, in full or as is quickest; merges an adapter. Raises what `stage` and `merge` do."""
         size = self._sizes.get(version, 0)
         if self._merger is not None:
             size = max(size, self._merger.merged_bytes)
