@@ -35,7 +35,9 @@ from offbeat.weights.manifest import ITEM_BYTES
 MAGIC = b"OBDELTA1"
 RECORD = struct.Struct("<QIIIBB")
 RAW, SPARSE, DENSE = 1, 2, 3
-BLOCK_BYTES = 4 * 1024**2
+BLOCK_BYTES = 2 * 1024**2
+JOIN_BYTES = 64 * 1024
+"""Smaller tensors share a block. Copying larger ones for that takes more time than it saves."""
 ZSTD_LEVEL = 1
 ESCAPE = 255
 LARGEST_SHARE = 0.5
@@ -90,7 +92,7 @@ def blocks(
         if not spec.nbytes:
             continue
         pair = np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)
-        if spec.nbytes >= BLOCK_BYTES // 4:
+        if spec.nbytes >= JOIN_BYTES:
             yield from joined()
             for at in range(0, spec.nbytes, BLOCK_BYTES):
                 part = slice(at, at + BLOCK_BYTES)

@@ -127,7 +127,8 @@ class Publisher:
             self._base_of(header)
         key = (header.manifest.term, header.manifest.step, header.manifest.publish_id)
         if header.shard_count <= 1:
-            assembly = Assembly(await asyncio.to_thread(self._store.begin_publish))
+            # Not in a thread: a stream that breaks meanwhile would leave the folder.
+            assembly = Assembly(self._store.begin_publish())
             return await self._take_part(assembly, header, messages)
         assembly = await self._join((*key, header.shard_count), header)
         try:
@@ -169,11 +170,8 @@ class Publisher:
     ) -> Assembly:
         assembly = self._assemblies.get(key)
         if assembly is None or assembly.complete.is_set():
-            folder = await asyncio.to_thread(self._store.begin_publish)
-            await asyncio.to_thread(_reserve, folder / WEIGHTS, header.version_bytes)
-            assembly = self._assemblies.setdefault(key, Assembly(folder))
-            if assembly.folder != folder:  # another part was quicker
-                await asyncio.to_thread(self._store.end_publish, folder)
+            assembly = self._assemblies[key] = Assembly(self._store.begin_publish())
+            _reserve(assembly.folder / WEIGHTS, header.version_bytes)
         return assembly
 
     async def _take_part(
@@ -306,7 +304,16 @@ class Publisher:
 
         try:
             await self.written(base)
-            await asyncio.to_thread(self._change_head, folder, manifest, base, parts)
+            path = folder / WEIGHTS
+            if not path.exists():
+                # Room for what is written after the commit: a full disk is noticed before it.
+                reserving = self._changes.keep(
+                    asyncio.to_thread(_reserve, path, manifest.total_bytes)
+                )
+                changing = asyncio.to_thread(self._change_head, folder, manifest, base, parts)
+                await asyncio.gather(reserving, changing)
+            else:
+                await asyncio.to_thread(self._change_head, folder, manifest, base, parts)
             entry, existed = await self._changes.exclusively(
                 (commit or self._commit)(folder, manifest, begin_to_write)
             )
@@ -326,8 +333,6 @@ class Publisher:
         if not delta.same_layout(base.manifest.tensors, manifest.tensors):
             raise WeightsError(f"version {base.version} has other tensors: publish in full")
         path = folder / WEIGHTS
-        if not path.exists():
-            _reserve(path, manifest.total_bytes)
         if self._head.version != base.version:
             self._head.load(base)
         changes = [(part.offset, part.size, part.delta or path) for part in parts]

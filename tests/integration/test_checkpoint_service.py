@@ -365,7 +365,7 @@ async def test_a_publish_that_broke_is_made_again(
     weights = tensors(4 * MIB)
     async with Proxy(service.address) as proxy, client_of(proxy.address) as far:
         upload = asyncio.create_task(publish(far, weights))
-        for cuts, count in enumerate((100, MIB, 3 * MIB + 99), start=1):
+        for cuts, count in enumerate((100, MIB, 2 * MIB + 99), start=1):
             proxy.cut_after(count, "up")
             await until(lambda cuts=cuts: proxy.cuts == cuts)
         assert (await upload).manifest.version == 1
