@@ -50,6 +50,7 @@ def encoded(manifest: checkpoint.Manifest, base: bytes, target: bytes) -> bytes 
     return delta.encode(manifest.tensors, *views)
 
 
+@settings(deadline=None)
 @given(versions())
 def test_what_is_applied_is_the_target_bit_for_bit(
     found: tuple[checkpoint.Manifest, bytes, bytes],
@@ -66,7 +67,7 @@ def test_what_is_applied_is_the_target_bit_for_bit(
     assert len(difference) <= len(delta.MAGIC) + delta.LARGEST_SHARE * len(target)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(versions(), st.data())
 def test_damage_is_an_error_or_found_by_the_hashes(
     found: tuple[checkpoint.Manifest, bytes, bytes], data: st.DataObject
@@ -90,6 +91,7 @@ def test_damage_is_an_error_or_found_by_the_hashes(
     assert weights == target
 
 
+@settings(deadline=None)
 @given(versions(), st.integers(0, 7))
 def test_another_base_is_found_by_the_hashes(
     found: tuple[checkpoint.Manifest, bytes, bytes], place: int
