@@ -40,6 +40,7 @@ class Fetcher:
         deltas: Deltas | None,
         written: Written,
         lend_files: bool,
+        closing: asyncio.Event,
     ) -> None:
         self._store = store
         self._changes = changes
@@ -48,6 +49,7 @@ class Fetcher:
         self._deltas = deltas
         self._written = written
         self._lend_files = lend_files
+        self._closing = closing
         self._fetched: set[tuple[str, int]] = set()
 
     async def send(
@@ -149,7 +151,8 @@ class Fetcher:
         )
         await context.write(checkpoint.FetchResponse(header=header).SerializeToString())
         self._counters.fetches["mapped"] += 1
-        await asyncio.Event().wait()
+        # The receiver has opened the file, so it may go on without the lease when the service stops.
+        await self._closing.wait()
 
     @cached_property
     def _nonce(self) -> tuple[Path, bytes]:

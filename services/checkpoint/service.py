@@ -77,6 +77,7 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
             deltas=self._deltas,
             written=self._written,
             lend_files=lend_files,
+            closing=self._closing,
         )
 
         self._mirror = None

@@ -1,6 +1,7 @@
 """Weights that travel as deltas or mapped files: bit for bit right, and what broken ones lead to."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -397,6 +398,22 @@ async def test_a_mapped_file_stays_while_it_is_used(tmp_path: Path) -> None:
         weights.discard()
         weights.discard()
         await until(lambda: not service.store.get(1).available)
+
+
+async def test_a_mapped_file_outlives_the_service_and_does_not_hold_its_stop_up(
+    tmp_path: Path,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        service = await stack.enter_async_context(serving(tmp_path / "store"))
+        learner = await stack.enter_async_context(client_of(service.address, "learner"))
+        receiver = await stack.enter_async_context(client_of(service.address, same_host=True))
+        await publish_steps(learner, 0, 0)
+        weights = await receiver.stage(tmp_path / "stage", deadline_seconds=60.0)
+        service.servicer.stop_watches()
+        await service.server.stop(1000.0)
+        (tmp_path / "store" / "1" / "weights.bin").unlink()
+        assert weights.path.read_bytes() == content(policy(0))
+        weights.discard()
 
 
 async def test_a_receiver_that_sees_other_files_gets_the_bytes(
