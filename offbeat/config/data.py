@@ -163,6 +163,13 @@ class DataSettings(Settings):
         512, gt=0, description="Longer prompts are dropped at the start, and counted."
     )
 
+    @property
+    def part_names(self) -> list[str]:
+        """Names of the parts of all mixtures, each once."""
+        sources = (self.train, self.heldout)
+        parts = [p for s in sources if isinstance(s, MixtureSource) for p in s.parts]
+        return list(dict.fromkeys(part.name for part in parts))
+
     @model_validator(mode="after")
     def _settings_fit(self) -> "DataSettings":
         for name, value in (("system", self.system), ("chat_params", self.chat_params)):

@@ -197,3 +197,21 @@ class Recipe(Settings):
                 f"schedule.prompts_per_step = {self.schedule.prompts_per_step}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _parts_and_rewards(self) -> "Recipe":
+        names = self.data.part_names
+        for function in self.reward.functions:
+            unknown = [name for name in function.parts or () if name not in names]
+            if unknown:
+                raise ValueError(
+                    f"reward function {function.name} has parts: {unknown[0]}, expected parts of a mixture in data "
+                    f"({', '.join(names) or 'there is none'})"
+                )
+        for name in names:
+            scored = [f for f in self.reward.functions if f.parts is None or name in f.parts]
+            if all(function.use == "evaluation" for function in scored):
+                raise ValueError(
+                    f"no reward function scores the part {name}: add it to the parts of one"
+                )
+        return self

@@ -106,6 +106,9 @@ class RewardFunction(Settings):
         "both",
         description="evaluation: called for held-out tasks only, reported, and never part of the total.",
     )
+    parts: list[str] | None = Field(
+        None, min_length=1, description="Parts of a mixture that it scores; null: all."
+    )
     params: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the built-in or function."
     )

@@ -17,6 +17,8 @@ from offbeat.v1 import samples_pb2 as samples
 
 RESERVED = ("prompts", "completions", "completion_token_ids", "finish_reasons")
 """Names of arguments of reward functions, which no column may have."""
+PART = "part"
+"""Column that a mixture adds: the name of the row's part."""
 
 
 def encode_column(name: str, value: Any) -> samples.ColumnValue:

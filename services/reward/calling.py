@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from offbeat.streams.columns import RESERVED
+from offbeat.streams.columns import PART, RESERVED
 from offbeat.v1 import samples_pb2
 from services.reward.counters import Counters
 from services.reward.functions import RewardCallable
@@ -130,6 +130,7 @@ class Scorer:
         self, functions: Sequence[RewardCallable], timeout_seconds: float, counters: Counters
     ) -> None:
         self._callers = [Caller(function, timeout_seconds, counters) for function in functions]
+        self._by_part = any(function.parts is not None for function in functions)
 
     @property
     def names(self) -> list[str]:
@@ -142,10 +143,11 @@ class Scorer:
         Functions run side by side; the calls of one synchronous function run one after the other.
         """
         # A function gets whole columns, so samples that have different ones come in different calls; and some
-        # functions are for evaluations only.
-        alike: dict[tuple[bool, frozenset[str]], list[int]] = defaultdict(list)
+        # functions are for evaluations only, or for some parts of a mixture.
+        alike: dict[tuple[bool, str | None, frozenset[str]], list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
-            alike[sample.evaluation, frozenset(sample.columns)].append(index)
+            key = (sample.evaluation, self._part(sample), frozenset(sample.columns))
+            alike[key].append(index)
         scores: dict[int, samples_pb2.CompletionScore] = {}
         for indices in alike.values():
             part = await self._score_alike([samples[index] for index in indices])
@@ -157,9 +159,19 @@ class Scorer:
         for caller in self._callers:
             await caller.close()
 
+    def _part(self, sample: Sample) -> str | None:
+        """The sample's part of a mixture, where that decides which functions are called."""
+        part = sample.columns.get(PART) if self._by_part else None
+        return part if isinstance(part, str) else None
+
     async def _score_alike(self, samples: Sequence[Sample]) -> list[samples_pb2.CompletionScore]:
-        evaluation = samples[0].evaluation
-        callers = [c for c in self._callers if evaluation or not c.function.evaluation_only]
+        part, evaluation = self._part(samples[0]), samples[0].evaluation
+        callers = [c for c in self._callers if c.function.scores(part, evaluation=evaluation)]
+        if not callers:
+            raise FunctionFailed(
+                ", ".join(self.names),
+                f"expected a function that scores the part {part!r} (column {PART!r}), found none; see `parts`",
+            )
         answers = await asyncio.gather(
             *(caller(samples) for caller in callers), return_exceptions=True
         )

@@ -113,7 +113,7 @@ def make_dataset(recipe: Recipe, raw: RawData, tokenizer: Any) -> Dataset:
     heldout, heldout_counts = _make_parts(settings, raw.heldout, tokenizer, limit, set())
     held = {prompt.text for part in heldout for prompt in part}
     train, train_counts = _make_parts(settings, raw.train, tokenizer, limit, held)
-    issued = recipe.schedule.steps * recipe.schedule.prompts_per_step
+    issued = recipe.schedule.steps * recipe.schedule.cohort_size
     for counts in train_counts:
         counts.passes = issued * counts.share / counts.used
     for counts in (*train_counts, *heldout_counts):

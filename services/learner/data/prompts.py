@@ -9,13 +9,11 @@ from jinja2 import TemplateError
 
 from offbeat.config.data import DataSettings
 from offbeat.errors import ConfigError, DataError
-from offbeat.streams.columns import RESERVED, encode_column
+from offbeat.streams.columns import PART, RESERVED, encode_column
 from offbeat.v1 import samples_pb2 as samples
 from services.learner.data.rows import Row
 from services.learner.data.sources import Part
 
-PART = "part"
-"""Column that a mixture adds."""
 BATCH = 1000
 """Texts that are tokenised together: enough for speed, few enough for memory."""
 

@@ -48,6 +48,14 @@ class RewardCallable:
     """Whether it takes ``**kwargs``."""
     evaluation_only: bool = False
     """Whether it is left out for what is trained on."""
+    parts: frozenset[str] | None = None
+    """Parts of a mixture that it scores; None: all."""
+
+    def scores(self, part: object, *, evaluation: bool) -> bool:
+        """Whether it is called for samples of this part, in an evaluation or not."""
+        return (evaluation or not self.evaluation_only) and (
+            self.parts is None or part in self.parts
+        )
 
     def takes(self, argument: str) -> bool:
         """Whether `argument` is passed to it."""
@@ -165,4 +173,5 @@ def describe(
         bound=bound,
         takes_all=inspect.Parameter.VAR_KEYWORD in kinds,
         evaluation_only=item.use == "evaluation",
+        parts=None if item.parts is None else frozenset(item.parts),
     )

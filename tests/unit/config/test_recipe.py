@@ -12,6 +12,7 @@ from tests.harness.losses import FAMILIES
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 
 PART = "{name: a, source: {kind: csv, path: a.csv}}"
+MIXTURE = f"data.train={{kind: mixture, parts: [{PART}, {PART.replace('a,', 'b,')}]}}"
 MINIMAL = """
 model: {path: model, dtype: float32, max_context: 64}
 data: {train: {kind: reasoning_gym, dataset: chain_sum, size: 10}, prompt: "{question}"}
@@ -98,6 +99,15 @@ def test_paths_of_data_and_code_are_relative_to_the_recipe(minimal):
             f"data.train={{kind: mixture, parts: [{PART}, {PART.replace('a,', 'b, weight: 1,')}]}}",
             "a weight for every part or for none",
         ),
+        (
+            f"reward.functions=[{{name: exact_match, parts: [a]}}]|{MIXTURE}",
+            "no reward function scores the part b",
+        ),
+        (
+            f"reward.functions=[{{name: exact_match, parts: [c]}}]|{MIXTURE}",
+            "parts: c, expected parts of a mixture in data (a, b)",
+        ),
+        ("reward.functions=[{name: exact_match, parts: [a]}]", "(there is none)"),
         (
             f"data.train={{kind: mixture, parts: [{PART}, {PART.replace('a,', 'b, wieght: 1,')}]}}",
             "data.train.mixture.parts.1.wieght: unknown key; did you mean weight?",

@@ -266,3 +266,33 @@ def test_settings_that_would_have_no_effect_are_refused():
         RewardFunction(name="exact_match", use="evaluation", weight=2.0)
     with pytest.raises(ValidationError, match="training has no reward"):
         RewardSettings(functions=[RewardFunction(name="exact_match", use="evaluation")])
+
+
+async def test_functions_score_the_parts_that_they_are_for():
+    seen = []
+
+    def sums(completions):
+        seen.append(("sums", completions))
+        return [1.0] * len(completions)
+
+    def talk(completions):
+        seen.append(("talk", completions))
+        return [2.0] * len(completions)
+
+    def both(completions):
+        return [0.5] * len(completions)
+
+    items = [("sums", sums, ["a"]), ("talk", talk, ["b"]), ("both", both, None)]
+    described = [
+        describe("key", RewardFunction(name=name, parts=parts), call, Role.SCORE, frozenset())
+        for name, call, parts in items
+    ]
+    samples = [Sample("p", text, {"part": part}) for text, part in zip("xyz", "aba", strict=True)]
+    scores = await Scorer(described, 30.0, Counters()).score(samples)
+    assert [score.total for score in scores] == [1.5, 2.5, 1.5]
+    assert [[c.name for c in score.components] for score in scores] == [
+        *(["sums", "both"], ["talk", "both"], ["sums", "both"]),
+    ]
+    assert seen == [("sums", ["x", "z"]), ("talk", ["y"])]
+    with pytest.raises(FunctionFailed, match="expected a function that scores the part None"):
+        await Scorer(described[:2], 30.0, Counters()).score([Sample("p", "x", {})])
