@@ -18,6 +18,7 @@ from offbeat.streams.base import Delivery, LearnerStreams, Member
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import samples_pb2 as samples
 from offbeat.weights.client import CheckpointClient, PublishBase
+from offbeat.weights.manifest import describe
 from services.learner.cohorts import Cohorts, Place, Verdict
 from services.learner.evaluation import Evaluation, Evaluator
 from services.learner.tasks import TaskMaker
@@ -36,10 +37,15 @@ PUBLISH_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights to publish: the manifest as far as the learner knows it, and the tensors' bytes in its order."""
+    """Weights to publish: the manifest but for its tensors, and name, dtype, shape and bytes of each tensor."""
 
     manifest: checkpoint.Manifest
-    buffers: list[Any]
+    tensors: list[tuple[str, str, tuple[int, ...], memoryview]]
+
+    @property
+    def buffers(self) -> list[Any]:
+        """The bytes of each tensor."""
+        return [buffer for *_, buffer in self.tensors]
 
 
 class Coordinator:
@@ -115,6 +121,8 @@ class Coordinator:
         given.term = self.term
         given.parent = max(self.cohorts.lineage.versions, default=0)
         began = time.monotonic()
+        # Hashing takes longer than anything else here, and needs neither this loop nor the thread that trains.
+        given.MergeFrom(await asyncio.to_thread(describe, publication.tensors))
         async with self._publishing:
             reply = await self._weights.publish(
                 given,

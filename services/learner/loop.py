@@ -17,7 +17,6 @@ from offbeat.config import Recipe
 from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import learner_pb2 as learner
-from offbeat.weights.manifest import describe
 from services.learner.background import Background
 from services.learner.batching import Group
 from services.learner.best import BestVersion
@@ -236,9 +235,8 @@ class Loop:
             self._publishing.result()
         step, total = self._meta.step, self._recipe.schedule.steps
         snapshot = self._ranks.snapshot(self._parity)
-        tensors = list(snapshot.raw())
-        manifest = describe(tensors)
-        manifest.MergeFrom(self._identity)
+        manifest = checkpoint.Manifest()
+        manifest.CopyFrom(self._identity)
         manifest.step, manifest.update = step, self._meta.update
         manifest.publish_id = f"{self._meta.term}-{step}"
         manifest.adapter_config = snapshot.adapter_config or ""
@@ -248,7 +246,7 @@ class Loop:
         whole, evaluate = step in {0, total}, self._evaluates(step)
         if evaluate:
             self._best.add_candidate(step, snapshot)
-        publication = Publication(manifest, [buffer for *_, buffer in tensors])
+        publication = Publication(manifest, list(snapshot.raw()))
         self._publishing = self._background.start(
             self.coordinator.publish(publication, evaluate=evaluate, whole=whole)
         )
