@@ -50,7 +50,10 @@ def test_an_adapter_is_trained_sent_and_exported(tmp_path, engine):
         for file in sorted(folder.glob("**/manifest.pb"))
     ]
     assert manifests
-    assert len({manifest.weights_digest for manifest in manifests}) == len(manifests)
+    # A learner that resumes publishes weights again that there were before; its own all differ.
+    for term in {manifest.term for manifest in manifests}:
+        digests = [manifest.weights_digest for manifest in manifests if manifest.term == term]
+        assert len(set(digests)) == len(digests)
     whole = sum(f.stat().st_size for f in (tmp_path / "model").glob("*.safetensors"))
     for manifest in manifests:
         assert manifest.kind == checkpoint.WEIGHTS_KIND_ADAPTER
