@@ -11,6 +11,7 @@ from offbeat.errors import OffbeatError
 from offbeat.ledger import Ledger
 from offbeat.resume import fixed_settings
 from services.learner.app import run_rank
+from services.learner.data.dataset import load_dataset
 from tests.harness.whole_run import write_recipe
 
 NOWHERE = ["redis.url=redis://127.0.0.1:9/0", "checkpoint.address=127.0.0.1:9"]
@@ -23,6 +24,10 @@ def recipe(tmp_path: Path) -> Recipe:
         write_recipe(tmp_path),
         ["run.id=mine", "schedule.steps=2", "redis.outage_seconds=1", *NOWHERE],
     )
+
+
+def start(recipe: Recipe) -> int:
+    return run_rank(recipe, rank=0, world=1, dataset=load_dataset(recipe))
 
 
 def at_the_end(recipe: Recipe, *events: str) -> Path:
@@ -41,7 +46,7 @@ def test_a_finished_run_stays_finished(recipe: Recipe, caplog: pytest.LogCapture
     folder = at_the_end(recipe, "start", "step", "finish")
     before = sorted(path for path in folder.rglob("*"))
     with caplog.at_level(logging.INFO):
-        assert run_rank(recipe, rank=0, world=1) == 0
+        assert start(recipe) == 0
     assert "run mine is finished already, after 2 steps" in caplog.text
     assert sorted(path for path in folder.rglob("*")) == before
 
@@ -54,11 +59,11 @@ def test_a_run_that_died_at_its_end_is_not_finished(
 ) -> None:
     at_the_end(recipe, *events)
     with pytest.raises(OffbeatError, match="training state"):  # it goes on to load the checkpoint
-        run_rank(recipe, rank=0, world=1)
+        start(recipe)
 
 
 def test_a_finished_run_with_more_steps_goes_on(recipe: Recipe) -> None:
     at_the_end(recipe, "start", "step", "finish")
     longer = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": 4})})
     with pytest.raises(OffbeatError, match="training state"):
-        run_rank(longer, rank=0, world=1)
+        start(longer)
