@@ -165,11 +165,17 @@ def list_runs(runs: Path) -> list[Path]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process is running the run at this moment."""
+    """Whether a process is running the run at this moment. Changes nothing: the folder may be someone else's."""
     try:
-        os.close(_lock(path))
-    except ConfigError:
+        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
+    finally:
+        os.close(descriptor)
     return False
 
 
