@@ -34,8 +34,8 @@ CMD ["redis-server"]
 BASES = {"python:3.11-slim": PYTHON, "redis:7-alpine": REDIS}
 
 
-def ensure_bases(folder: Path, env: Mapping[str, str]) -> list[str]:
-    """Makes sure that the bases are there; returns those that are stand-ins."""
+def ensure_bases(folder: Path, env: Mapping[str, str]) -> None:
+    """Makes sure that the bases are there: pulled, or made as stand-ins."""
     missing = [tag for tag in BASES if not _there_or_pulled(tag, env)]
     if missing:
         assert shutil.which("mmdebstrap"), (
@@ -44,7 +44,6 @@ def ensure_bases(folder: Path, env: Mapping[str, str]) -> list[str]:
         _make_debian(folder, env)
     for tag in missing:
         _make(tag, folder, env)
-    return missing
 
 
 def _there_or_pulled(tag: str, env: Mapping[str, str]) -> bool:

@@ -43,7 +43,7 @@ def test_a_run_from_up_to_down(project):
     _containers_are_closed(project)
     run = project.runs / RUN_ID
     project.grpcurl("learner", f"{LEARNER}/Resume")
-    assert project.compose("wait", "learner").stdout.strip() == "0"
+    project.compose("wait", "learner")  # fails with the learner's exit code when that is not 0
 
     _results_are_whole(run)
     audit = project.compose("run", "--rm", "--no-deps", "-T", "learner", "offbeat", "audit", RUN_ID)
@@ -64,7 +64,7 @@ def _all_serve_once_they_are_ready(project):
             assert project.health(service, name) == "SERVING"
         status = project.grpcurl(service, f"{full_name}/GetStatus")
         if service == "generator":
-            assert int(status["heldVersion"]) >= 1, "ready without a version"
+            assert int(status["version"]) >= 1, "ready without a version"
     for service in (*SERVICES, "redis"):
         project.wait_until(
             lambda s=service: project.inspect(s)["State"]["Health"]["Status"] == "healthy", service
