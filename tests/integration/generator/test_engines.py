@@ -292,9 +292,11 @@ async def test_merged_adapters_are_what_peft_computes(loaded: Loaded) -> None:
         found = await loaded.engine.score_tokens(PARITY)
         assert largest_difference(found, expected) < TOLERANCE
     spans = (await running).version_spans
-    assert [version for version, _ in spans] == versions[: len(spans)]
-    assert len(spans) > 1
     await loaded.update()
+    # An update may come before the last one had a token.
+    seen = [version for version, _ in spans]
+    assert seen == [version for version in versions if version in seen]
+    assert len(seen) > 1
 
 
 async def test_weights_of_another_model_are_refused_while_the_engine_serves(loaded: Loaded) -> None:
