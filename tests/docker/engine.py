@@ -82,6 +82,14 @@ def _own_engine(root: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             os.killpg(daemon.pid, signal.SIGKILL)
             daemon.wait()
+        _unmount_below(root)
+
+
+def _unmount_below(root: Path) -> None:
+    """The engine leaves mounts behind, such as that of a network's name space; they would keep the folder."""
+    points = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    for point in sorted((p for p in points if p.startswith(f"{root}/")), reverse=True):
+        subprocess.run(["umount", point], capture_output=True, check=True)
 
 
 def _wait_until_it_answers(daemon: "subprocess.Popen[bytes]", host: str, root: Path) -> None:
