@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boffbeat/v1/checkpoint.proto\x12\noffbeat.v1\"y\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x0c\n\x04hash\x18\x06 \x01(\x0c\x12\x11\n\tfast_hash\x18\x07 \x01(\x0c\"5\n\x0eParitySequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"O\n\x0bParityCheck\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.offbeat.v1.ParitySequence\x12\x11\n\ttolerance\x18\x02 \x01(\x01\"\x96\x03\n\x08Manifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06parent\x18\x03 \x01(\x04\x12\x0c\n\x04term\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0e\n\x06update\x18\x06 \x01(\x04\x12\x12\n\npublish_id\x18\x07 \x01(\t\x12%\n\x04kind\x18\x08 \x01(\x0e\x32\x17.offbeat.v1.WeightsKind\x12\'\n\x07tensors\x18\t \x03(\x0b\x32\x16.offbeat.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\n \x01(\x04\x12\x16\n\x0eweights_digest\x18\x0b \x01(\x0c\x12\x16\n\x0etokenizer_hash\x18\x0c \x01(\x0c\x12\x1a\n\x12\x63hat_template_hash\x18\r \x01(\x0c\x12\'\n\x06parity\x18\x0e \x01(\x0b\x32\x17.offbeat.v1.ParityCheck\x12\x17\n\x0f\x63reated_unix_ms\x18\x0f \x01(\x03\x12\x0e\n\x06\x64igest\x18\x10 \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_config\x18\x11 \x01(\t\"f\n\x15\x41\x63quireLearnerRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nlearner_id\x18\x02 \x01(\t\x12\x12\n\nterm_floor\x18\x03 \x01(\x04\x12\x15\n\rversion_floor\x18\x04 \x01(\x04\">\n\x16\x41\x63quireLearnerResponse\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x16\n\x0elatest_version\x18\x02 \x01(\x04\"\x82\x02\n\rPublishHeader\x12&\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Manifest\x12\x13\n\x0bshard_index\x18\x02 \x01(\r\x12\x13\n\x0bshard_count\x18\x03 \x01(\r\x12-\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x1b.offbeat.v1.WeightsEncoding\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x15\n\rtransfer_hash\x18\x07 \x01(\x0c\x12\x14\n\x0cshard_offset\x18\x08 \x01(\x04\x12\x15\n\rversion_bytes\x18\t \x01(\x04\">\n\x0cWeightsChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"p\n\x0ePublishRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.offbeat.v1.PublishHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.offbeat.v1.WeightsChunkH\x00\x42\x06\n\x04part\"J\n\x0fPublishResponse\x12&\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Manifest\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"\xc5\x01\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12-\n\x08\x61\x63\x63\x65pted\x18\x05 \x03(\x0e\x32\x1b.offbeat.v1.WeightsEncoding\x12\x13\n\x0breceiver_id\x18\x06 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x07 \x01(\x0c\x12\x15\n\rtransfer_hash\x18\x08 \x01(\x0c\"m\n\rFetchResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.offbeat.v1.FetchHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.offbeat.v1.WeightsChunkH\x00\x42\x06\n\x04part\"\xe1\x01\n\x0b\x46\x65tchHeader\x12&\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Manifest\x12-\n\x08\x65ncoding\x18\x02 \x01(\x0e\x32\x1b.offbeat.v1.WeightsEncoding\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x15\n\rtransfer_hash\x18\x05 \x01(\x0c\x12\x13\n\x0bmapped_path\x18\x06 \x01(\t\x12\x12\n\nnonce_path\x18\x07 \x01(\t\x12\r\n\x05nonce\x18\x08 \x01(\x0c\"J\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rafter_version\x18\x02 \x01(\x04\x12\x13\n\x0breceiver_id\x18\x03 \x01(\t\"a\n\rWatchResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\"5\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"=\n\x13GetManifestResponse\x12&\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Manifest\"%\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"D\n\x14ListVersionsResponse\x12,\n\x08versions\x18\x01 \x03(\x0b\x32\x1a.offbeat.v1.VersionSummary\"\xc1\x01\n\x0eVersionSummary\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06parent\x18\x02 \x01(\x04\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x17\n\x0f\x63reated_unix_ms\x18\x07 \x01(\x03\x12\x11\n\tavailable\x18\x08 \x01(\x08\x12\x0e\n\x06leases\x18\t \x01(\r\x12\x11\n\treceivers\x18\n \x03(\t\"\x88\x01\n\x0e\x41ppliedRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x19\n\x11parity_difference\x18\x05 \x01(\x01\x12\x15\n\rpause_seconds\x18\x06 \x01(\x01\"\x11\n\x0f\x41ppliedResponse\"#\n!CheckpointServiceGetStatusRequest\"\xce\x02\n\"CheckpointServiceGetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x16\n\x0elatest_version\x18\x03 \x01(\x04\x12\x1a\n\x12\x61vailable_versions\x18\x04 \x01(\r\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x04\x12\x12\n\nsent_bytes\x18\x06 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x07 \x01(\x04\x12P\n\treceivers\x18\x08 \x03(\x0b\x32=.offbeat.v1.CheckpointServiceGetStatusResponse.ReceiversEntry\x12\x10\n\x08upstream\x18\t \x01(\t\x1a\x30\n\x0eReceiversEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*\\\n\x0bWeightsKind\x12\x1c\n\x18WEIGHTS_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11WEIGHTS_KIND_FULL\x10\x01\x12\x18\n\x14WEIGHTS_KIND_ADAPTER\x10\x02*\x86\x01\n\x0fWeightsEncoding\x12 \n\x1cWEIGHTS_ENCODING_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHTS_ENCODING_RAW\x10\x01\x12\x1a\n\x16WEIGHTS_ENCODING_DELTA\x10\x02\x12\x1b\n\x17WEIGHTS_ENCODING_MAPPED\x10\x03\x32\x85\x05\n\x11\x43heckpointService\x12W\n\x0e\x41\x63quireLearner\x12!.offbeat.v1.AcquireLearnerRequest\x1a\".offbeat.v1.AcquireLearnerResponse\x12\x44\n\x07Publish\x12\x1a.offbeat.v1.PublishRequest\x1a\x1b.offbeat.v1.PublishResponse(\x01\x12>\n\x05\x46\x65tch\x12\x18.offbeat.v1.FetchRequest\x1a\x19.offbeat.v1.FetchResponse0\x01\x12>\n\x05Watch\x12\x18.offbeat.v1.WatchRequest\x1a\x19.offbeat.v1.WatchResponse0\x01\x12N\n\x0bGetManifest\x12\x1e.offbeat.v1.GetManifestRequest\x1a\x1f.offbeat.v1.GetManifestResponse\x12Q\n\x0cListVersions\x12\x1f.offbeat.v1.ListVersionsRequest\x1a .offbeat.v1.ListVersionsResponse\x12\x42\n\x07\x41pplied\x12\x1a.offbeat.v1.AppliedRequest\x1a\x1b.offbeat.v1.AppliedResponse\x12j\n\tGetStatus\x12-.offbeat.v1.CheckpointServiceGetStatusRequest\x1a..offbeat.v1.CheckpointServiceGetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boffbeat/v1/checkpoint.proto\x12\noffbeat.v1\"y\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x0c\n\x04hash\x18\x06 \x01(\x0c\x12\x11\n\tfast_hash\x18\x07 \x01(\x0c\"5\n\x0eParitySequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"O\n\x0bParityCheck\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.offbeat.v1.ParitySequence\x12\x11\n\ttolerance\x18\x02 \x01(\x01\"\x96\x03\n\x08Manifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06parent\x18\x03 \x01(\x04\x12\x0c\n\x04term\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0e\n\x06update\x18\x06 \x01(\x04\x12\x12\n\npublish_id\x18\x07 \x01(\t\x12%\n\x04kind\x18\x08 \x01(\x0e\x32\x17.offbeat.v1.WeightsKind\x12\'\n\x07tensors\x18\t \x03(\x0b\x32\x16.offbeat.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\n \x01(\x04\x12\x16\n\x0eweights_digest\x18\x0b \x01(\x0c\x12\x16\n\x0etokenizer_hash\x18\x0c \x01(\x0c\x12\x1a\n\x12\x63hat_template_hash\x18\r \x01(\x0c\x12\'\n\x06parity\x18\x0e \x01(\x0b\x32\x17.offbeat.v1.ParityCheck\x12\x17\n\x0f\x63reated_unix_ms\x18\x0f \x01(\x03\x12\x0e\n\x06\x64igest\x18\x10 \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_config\x18\x11 \x01(\t\"f\n\x15\x41\x63quireLearnerRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nlearner_id\x18\x02 \x01(\t\x12\x12\n\nterm_floor\x18\x03 \x01(\x04\x12\x15\n\rversion_floor\x18\x04 \x01(\x04\">\n\x16\x41\x63quireLearnerResponse\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x16\n\x0elatest_version\x18\x02 \x01(\x04\"\xd5\x01\n\rPublishHeader\x12&\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Manifest\x12\x13\n\x0bshard_index\x18\x02 \x01(\r\x12\x13\n\x0bshard_count\x18\x03 \x01(\r\x12-\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x1b.offbeat.v1.WeightsEncoding\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x15\n\rtransfer_hash\x18\x07 \x01(\x0c\">\n\x0cWeightsChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"p\n\x0ePublishRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.offbeat.v1.PublishHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.offbeat.v1.WeightsChunkH\x00\x42\x06\n\x04part\"J\n\x0fPublishResponse\x12&\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Manifest\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"\xc5\x01\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12-\n\x08\x61\x63\x63\x65pted\x18\x05 \x03(\x0e\x32\x1b.offbeat.v1.WeightsEncoding\x12\x13\n\x0breceiver_id\x18\x06 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x07 \x01(\x0c\x12\x15\n\rtransfer_hash\x18\x08 \x01(\x0c\"m\n\rFetchResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.offbeat.v1.FetchHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.offbeat.v1.WeightsChunkH\x00\x42\x06\n\x04part\"\xe1\x01\n\x0b\x46\x65tchHeader\x12&\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Manifest\x12-\n\x08\x65ncoding\x18\x02 \x01(\x0e\x32\x1b.offbeat.v1.WeightsEncoding\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x15\n\rtransfer_hash\x18\x05 \x01(\x0c\x12\x13\n\x0bmapped_path\x18\x06 \x01(\t\x12\x12\n\nnonce_path\x18\x07 \x01(\t\x12\r\n\x05nonce\x18\x08 \x01(\x0c\"J\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rafter_version\x18\x02 \x01(\x04\x12\x13\n\x0breceiver_id\x18\x03 \x01(\t\"a\n\rWatchResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\"5\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"=\n\x13GetManifestResponse\x12&\n\x08manifest\x18\x01 \x01(\x0b\x32\x14.offbeat.v1.Manifest\"%\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"D\n\x14ListVersionsResponse\x12,\n\x08versions\x18\x01 \x03(\x0b\x32\x1a.offbeat.v1.VersionSummary\"\xc1\x01\n\x0eVersionSummary\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06parent\x18\x02 \x01(\x04\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x12\x17\n\x0f\x63reated_unix_ms\x18\x07 \x01(\x03\x12\x11\n\tavailable\x18\x08 \x01(\x08\x12\x0e\n\x06leases\x18\t \x01(\r\x12\x11\n\treceivers\x18\n \x03(\t\"\x88\x01\n\x0e\x41ppliedRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x19\n\x11parity_difference\x18\x05 \x01(\x01\x12\x15\n\rpause_seconds\x18\x06 \x01(\x01\"\x11\n\x0f\x41ppliedResponse\"#\n!CheckpointServiceGetStatusRequest\"\xce\x02\n\"CheckpointServiceGetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x16\n\x0elatest_version\x18\x03 \x01(\x04\x12\x1a\n\x12\x61vailable_versions\x18\x04 \x01(\r\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x04\x12\x12\n\nsent_bytes\x18\x06 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x07 \x01(\x04\x12P\n\treceivers\x18\x08 \x03(\x0b\x32=.offbeat.v1.CheckpointServiceGetStatusResponse.ReceiversEntry\x12\x10\n\x08upstream\x18\t \x01(\t\x1a\x30\n\x0eReceiversEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*\\\n\x0bWeightsKind\x12\x1c\n\x18WEIGHTS_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11WEIGHTS_KIND_FULL\x10\x01\x12\x18\n\x14WEIGHTS_KIND_ADAPTER\x10\x02*\x86\x01\n\x0fWeightsEncoding\x12 \n\x1cWEIGHTS_ENCODING_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHTS_ENCODING_RAW\x10\x01\x12\x1a\n\x16WEIGHTS_ENCODING_DELTA\x10\x02\x12\x1b\n\x17WEIGHTS_ENCODING_MAPPED\x10\x03\x32\x85\x05\n\x11\x43heckpointService\x12W\n\x0e\x41\x63quireLearner\x12!.offbeat.v1.AcquireLearnerRequest\x1a\".offbeat.v1.AcquireLearnerResponse\x12\x44\n\x07Publish\x12\x1a.offbeat.v1.PublishRequest\x1a\x1b.offbeat.v1.PublishResponse(\x01\x12>\n\x05\x46\x65tch\x12\x18.offbeat.v1.FetchRequest\x1a\x19.offbeat.v1.FetchResponse0\x01\x12>\n\x05Watch\x12\x18.offbeat.v1.WatchRequest\x1a\x19.offbeat.v1.WatchResponse0\x01\x12N\n\x0bGetManifest\x12\x1e.offbeat.v1.GetManifestRequest\x1a\x1f.offbeat.v1.GetManifestResponse\x12Q\n\x0cListVersions\x12\x1f.offbeat.v1.ListVersionsRequest\x1a .offbeat.v1.ListVersionsResponse\x12\x42\n\x07\x41pplied\x12\x1a.offbeat.v1.AppliedRequest\x1a\x1b.offbeat.v1.AppliedResponse\x12j\n\tGetStatus\x12-.offbeat.v1.CheckpointServiceGetStatusRequest\x1a..offbeat.v1.CheckpointServiceGetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE_RECEIVERSENTRY']._loaded_options = None
   _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE_RECEIVERSENTRY']._serialized_options = b'8\001'
-  _globals['_WEIGHTSKIND']._serialized_start=3063
-  _globals['_WEIGHTSKIND']._serialized_end=3155
-  _globals['_WEIGHTSENCODING']._serialized_start=3158
-  _globals['_WEIGHTSENCODING']._serialized_end=3292
+  _globals['_WEIGHTSKIND']._serialized_start=3018
+  _globals['_WEIGHTSKIND']._serialized_end=3110
+  _globals['_WEIGHTSENCODING']._serialized_start=3113
+  _globals['_WEIGHTSENCODING']._serialized_end=3247
   _globals['_TENSORSPEC']._serialized_start=43
   _globals['_TENSORSPEC']._serialized_end=164
   _globals['_PARITYSEQUENCE']._serialized_start=166
@@ -50,43 +50,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACQUIRELEARNERRESPONSE']._serialized_start=815
   _globals['_ACQUIRELEARNERRESPONSE']._serialized_end=877
   _globals['_PUBLISHHEADER']._serialized_start=880
-  _globals['_PUBLISHHEADER']._serialized_end=1138
-  _globals['_WEIGHTSCHUNK']._serialized_start=1140
-  _globals['_WEIGHTSCHUNK']._serialized_end=1202
-  _globals['_PUBLISHREQUEST']._serialized_start=1204
-  _globals['_PUBLISHREQUEST']._serialized_end=1316
-  _globals['_PUBLISHRESPONSE']._serialized_start=1318
-  _globals['_PUBLISHRESPONSE']._serialized_end=1392
-  _globals['_FETCHREQUEST']._serialized_start=1395
-  _globals['_FETCHREQUEST']._serialized_end=1592
-  _globals['_FETCHRESPONSE']._serialized_start=1594
-  _globals['_FETCHRESPONSE']._serialized_end=1703
-  _globals['_FETCHHEADER']._serialized_start=1706
-  _globals['_FETCHHEADER']._serialized_end=1931
-  _globals['_WATCHREQUEST']._serialized_start=1933
-  _globals['_WATCHREQUEST']._serialized_end=2007
-  _globals['_WATCHRESPONSE']._serialized_start=2009
-  _globals['_WATCHRESPONSE']._serialized_end=2106
-  _globals['_GETMANIFESTREQUEST']._serialized_start=2108
-  _globals['_GETMANIFESTREQUEST']._serialized_end=2161
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=2163
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=2224
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=2226
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=2263
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=2265
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2333
-  _globals['_VERSIONSUMMARY']._serialized_start=2336
-  _globals['_VERSIONSUMMARY']._serialized_end=2529
-  _globals['_APPLIEDREQUEST']._serialized_start=2532
-  _globals['_APPLIEDREQUEST']._serialized_end=2668
-  _globals['_APPLIEDRESPONSE']._serialized_start=2670
-  _globals['_APPLIEDRESPONSE']._serialized_end=2687
-  _globals['_CHECKPOINTSERVICEGETSTATUSREQUEST']._serialized_start=2689
-  _globals['_CHECKPOINTSERVICEGETSTATUSREQUEST']._serialized_end=2724
-  _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE']._serialized_start=2727
-  _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE']._serialized_end=3061
-  _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE_RECEIVERSENTRY']._serialized_start=3013
-  _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE_RECEIVERSENTRY']._serialized_end=3061
-  _globals['_CHECKPOINTSERVICE']._serialized_start=3295
-  _globals['_CHECKPOINTSERVICE']._serialized_end=3940
+  _globals['_PUBLISHHEADER']._serialized_end=1093
+  _globals['_WEIGHTSCHUNK']._serialized_start=1095
+  _globals['_WEIGHTSCHUNK']._serialized_end=1157
+  _globals['_PUBLISHREQUEST']._serialized_start=1159
+  _globals['_PUBLISHREQUEST']._serialized_end=1271
+  _globals['_PUBLISHRESPONSE']._serialized_start=1273
+  _globals['_PUBLISHRESPONSE']._serialized_end=1347
+  _globals['_FETCHREQUEST']._serialized_start=1350
+  _globals['_FETCHREQUEST']._serialized_end=1547
+  _globals['_FETCHRESPONSE']._serialized_start=1549
+  _globals['_FETCHRESPONSE']._serialized_end=1658
+  _globals['_FETCHHEADER']._serialized_start=1661
+  _globals['_FETCHHEADER']._serialized_end=1886
+  _globals['_WATCHREQUEST']._serialized_start=1888
+  _globals['_WATCHREQUEST']._serialized_end=1962
+  _globals['_WATCHRESPONSE']._serialized_start=1964
+  _globals['_WATCHRESPONSE']._serialized_end=2061
+  _globals['_GETMANIFESTREQUEST']._serialized_start=2063
+  _globals['_GETMANIFESTREQUEST']._serialized_end=2116
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=2118
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=2179
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=2181
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=2218
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=2220
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2288
+  _globals['_VERSIONSUMMARY']._serialized_start=2291
+  _globals['_VERSIONSUMMARY']._serialized_end=2484
+  _globals['_APPLIEDREQUEST']._serialized_start=2487
+  _globals['_APPLIEDREQUEST']._serialized_end=2623
+  _globals['_APPLIEDRESPONSE']._serialized_start=2625
+  _globals['_APPLIEDRESPONSE']._serialized_end=2642
+  _globals['_CHECKPOINTSERVICEGETSTATUSREQUEST']._serialized_start=2644
+  _globals['_CHECKPOINTSERVICEGETSTATUSREQUEST']._serialized_end=2679
+  _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE']._serialized_start=2682
+  _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE']._serialized_end=3016
+  _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE_RECEIVERSENTRY']._serialized_start=2968
+  _globals['_CHECKPOINTSERVICEGETSTATUSRESPONSE_RECEIVERSENTRY']._serialized_end=3016
+  _globals['_CHECKPOINTSERVICE']._serialized_start=3250
+  _globals['_CHECKPOINTSERVICE']._serialized_end=3895
 # @@protoc_insertion_point(module_scope)

@@ -346,15 +346,10 @@ class PublishHeader(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_HASH_FIELD_NUMBER: _builtins.int
-    SHARD_OFFSET_FIELD_NUMBER: _builtins.int
-    VERSION_BYTES_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
-    """Part of a publish in which several ranks send parts; 0 with shard_count 0 or 1. The manifest of a part names the
-    tensors of the part, with offsets within it; all parts have the same term, step and publish_id. The version has the
-    tensors of part 0, then those of part 1 and so on, and everything else of the manifest of part 0.
-    """
+    """Part of a publish in which several ranks send parts. Only whole publishes are accepted so far: 0, with shard_count 0 or 1."""
     shard_count: _builtins.int
-    """Number of parts. The version is committed once all of them are there at the same time; each is answered then."""
+    """Number of parts."""
     encoding: Global___WeightsEncoding.ValueType
     """Encoding of the chunks: RAW or DELTA. A publisher whose DELTA is refused (NOT_FOUND: the base is not there any more;
     DATA_LOSS: the result is not what the manifest says) publishes again in RAW.
@@ -365,10 +360,6 @@ class PublishHeader(_message.Message):
     """Number of bytes of a DELTA."""
     transfer_hash: _builtins.bytes
     """BLAKE3-256 of the bytes of a DELTA."""
-    shard_offset: _builtins.int
-    """Where the part begins in the version; 0 with shard_count 0 or 1."""
-    version_bytes: _builtins.int
-    """Bytes of all parts together; 0 with shard_count 0 or 1."""
     @_builtins.property
     def manifest(self) -> Global___Manifest:
         """The manifest as far as the publisher knows it."""
@@ -383,12 +374,10 @@ class PublishHeader(_message.Message):
         base_version: _builtins.int = ...,
         transfer_bytes: _builtins.int = ...,
         transfer_hash: _builtins.bytes = ...,
-        shard_offset: _builtins.int = ...,
-        version_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "encoding", b"encoding", "manifest", b"manifest", "shard_count", b"shard_count", "shard_index", b"shard_index", "shard_offset", b"shard_offset", "transfer_bytes", b"transfer_bytes", "transfer_hash", b"transfer_hash", "version_bytes", b"version_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "encoding", b"encoding", "manifest", b"manifest", "shard_count", b"shard_count", "shard_index", b"shard_index", "transfer_bytes", b"transfer_bytes", "transfer_hash", b"transfer_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

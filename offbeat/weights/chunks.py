@@ -82,37 +82,24 @@ class WeightsWriter:
     owner.
     """
 
-    def __init__(
-        self, path: Path, manifest: checkpoint.Manifest, *, strict: bool, start: int | None
-    ) -> None:
+    def __init__(self, path: Path, manifest: checkpoint.Manifest, *, strict: bool) -> None:
         """For `create`."""
         self.path = path
         self.total = manifest.total_bytes
         self.position = 0
         """Number of bytes taken so far: where the next ones must start."""
         self._verifier = TensorVerifier(manifest.tensors, strict=strict)
-        self._shared = start is not None
-        self._written = start or 0
+        self._written = 0
         self._batch: list[bytes | memoryview] = []
         self._batch_bytes = 0
         self._work: asyncio.Future[None] | None = None
 
     @classmethod
     async def create(
-        cls,
-        path: Path,
-        manifest: checkpoint.Manifest,
-        *,
-        strict: bool = False,
-        start: int | None = None,
+        cls, path: Path, manifest: checkpoint.Manifest, *, strict: bool = False
     ) -> "WeightsWriter":
-        """Creates the file and reserves its room; `strict`: see `TensorVerifier`. Raises `NoRoom`.
-
-        `start`: the bytes go to an existing file, from there on.
-        """
-        writer = cls(path, manifest, strict=strict, start=start)
-        if writer._shared:
-            return writer
+        """Creates the file and reserves its room; `strict`: see `TensorVerifier`. Raises `NoRoom`."""
+        writer = cls(path, manifest, strict=strict)
         work = asyncio.ensure_future(asyncio.to_thread(writer._reserve))
         try:
             await asyncio.shield(work)

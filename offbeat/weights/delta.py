@@ -143,16 +143,6 @@ def apply(delta: bytes | memoryview, weights: memoryview, *, workers: int = WORK
             pass
 
 
-def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """One delta of several, each for the bytes of the weights from an offset on, in ascending order."""
-    found: list[bytes | memoryview] = [MAGIC]
-    for start, data in parts:
-        for record in _records(memoryview(data), 2**63 - 1):
-            fields = (len(record.payload), record.count, record.encoding, record.item)
-            found += (RECORD.pack(start + record.offset, record.size, *fields), record.payload)
-    return b"".join(found)
-
-
 # ---- blocks
 
 

@@ -6,7 +6,6 @@ file of the new version is written afterwards, while receivers already fetch the
 
 import mmap
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.errors import IntegrityError
@@ -49,24 +48,14 @@ class Head:
         assert self._memory is not None
         return memoryview(self._memory)[: self._size]
 
-    def change(
-        self, changes: Sequence[tuple[int, int, bytes | Path]], manifest: checkpoint.Manifest
-    ) -> None:
-        """Makes this the version that `manifest` describes: for each range (offset, bytes) a delta, or a
-        file that has the new bytes at the same place. Nothing is known to be here any more until the
-        caller sets `version`. Raises `IntegrityError` when the result is not what the manifest says.
+    def change(self, change: bytes, manifest: checkpoint.Manifest) -> None:
+        """Makes this the version that `manifest` describes, by a delta. Nothing is known to be here any more
+        until the caller sets `version`. Raises `IntegrityError` when the result is not what the manifest says.
         """
         self.version = 0
-        for offset, size, change in changes:
-            part = self.view[offset : offset + size]
-            if isinstance(change, bytes):
-                delta.apply(change, part)
-            else:
-                with change.open("rb", buffering=0) as file:
-                    file.seek(offset)
-                    file.readinto(part)
         if manifest.total_bytes != self._size:
             raise IntegrityError("the delta is for weights of another size than its base has")
+        delta.apply(change, self.view)
         verify_buffer(self.view, manifest.tensors)
 
     def write(self, path: Path) -> None:

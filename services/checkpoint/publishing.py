@@ -1,4 +1,4 @@
-"""The receiving side of `Publish`: in full or as a delta, in one part or in several. Used by rpcs and mirror.
+"""The receiving side of `Publish`: in full or as a delta. Used by rpcs and mirror.
 
 A delta is applied to the newest version in memory (`Head`) and verified there; then the version is
 committed, and its file is written while receivers already fetch the delta.
@@ -8,12 +8,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from offbeat.errors import Fenced, IntegrityError, ServiceUnavailable, WeightsError
+from offbeat.errors import Fenced, IntegrityError, WeightsError
 from offbeat.failpoints import failpoint
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.weights import delta
@@ -21,7 +21,7 @@ from offbeat.weights.chunks import MAX_CHUNK_BYTES, WeightsWriter
 from offbeat.weights.frames import read_chunk
 from offbeat.weights.hashing import hash_of
 from offbeat.weights.incoming import DELTA, RAW, Delta, FullFile
-from offbeat.weights.manifest import check, seal, weights_digest
+from offbeat.weights.manifest import check, seal
 from services.checkpoint.changes import Changes
 from services.checkpoint.counters import Counters
 from services.checkpoint.deltas import Deltas
@@ -35,10 +35,6 @@ from services.checkpoint.store import (
 )
 
 log = logging.getLogger(__name__)
-
-MAX_SHARDS = 4096
-PARTS_SECONDS = 120.0
-"""Longest time for which a part of a publish waits for the others."""
 
 
 class VersionMark(Protocol):
@@ -61,32 +57,12 @@ Commit = Callable[
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a publish that was received: a delta, or (None) bytes in the folder's file."""
+class Change:
+    """A version that came as a delta."""
 
-    header: checkpoint.PublishHeader
-    delta: bytes | None
-
-    @property
-    def offset(self) -> int:
-        """Where it begins in the version."""
-        return self.header.shard_offset
-
-    @property
-    def size(self) -> int:
-        """Its bytes in the version."""
-        return self.header.manifest.total_bytes
-
-
-@dataclass
-class Assembly:
-    """The parts of one publish that are there; all of them wait for the last one."""
-
-    folder: Path
-    parts: dict[int, Part] = field(default_factory=dict)
-    waiting: int = 0
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
-    commit: "asyncio.Task[tuple[StoredVersion, bool]] | None" = None
+    manifest: checkpoint.Manifest
+    base: StoredVersion
+    delta: bytes
 
 
 class Publisher:
@@ -108,7 +84,6 @@ class Publisher:
         self._deltas = deltas
         self._head = Head()
         self._head_lock = asyncio.Lock()
-        self._assemblies: dict[tuple[int, int, str, int], Assembly] = {}
         self._writing: dict[int, asyncio.Task[None]] = {}
         self.news = asyncio.Event()
         """Set, and replaced, when there is a new version."""
@@ -117,28 +92,27 @@ class Publisher:
         self, header: checkpoint.PublishHeader, messages: AsyncIterator[bytes]
     ) -> tuple[StoredVersion, bool]:
         """The version that a stream became, and whether it had been there before."""
+        manifest = header.manifest
         self._check_header(header)
-        self._check_term(header.manifest)
-        if (earlier := self._existing(header)) is not None:
+        self._check_term(manifest)
+        earlier = self._store.find(manifest.term, manifest.step, manifest.weights_digest)
+        if earlier is not None:
             return earlier, True
         if self._mark is not None:
             await self._mark.version_high_water()  # Fails now rather than after the upload.
         if header.encoding == DELTA:
             self._base_of(header)
-        key = (header.manifest.term, header.manifest.step, header.manifest.publish_id)
-        if header.shard_count <= 1:
-            # Not in a thread: a stream that breaks meanwhile would leave the folder.
-            assembly = Assembly(self._store.begin_publish())
-            return await self._take_part(assembly, header, messages)
-        assembly = await self._join((*key, header.shard_count), header)
+        # Not in a thread: a stream that breaks meanwhile would leave the folder.
+        folder = self._store.begin_publish()
+        commit = None
         try:
-            return await self._take_part(assembly, header, messages)
+            received = await self._receive(folder, header, messages)
+            failpoint("publish.received")
+            commit = self._changes.keep(self._commit_received(folder, header, received))
         finally:
-            if (
-                assembly.waiting == 0
-                and self._assemblies.get((*key, header.shard_count)) is assembly
-            ):
-                del self._assemblies[(*key, header.shard_count)]
+            if commit is None:
+                await self._end(folder)
+        return await asyncio.shield(commit)
 
     async def adopt(self, folder: Path, received: FullFile | Delta) -> StoredVersion:
         """Takes in a version of the upstream; `folder` is where a whole file lies. For relays.
@@ -147,10 +121,9 @@ class Publisher:
         """
         manifest = received.manifest
         if isinstance(received, Delta):
-            header = checkpoint.PublishHeader(manifest=manifest, base_version=received.base_version)
             base = self._store.get_available(received.base_version)
-            part = Part(header, received.data)
-            return (await self._commit_changes(folder, manifest, base, [part], self._adopt))[0]
+            change = Change(manifest, base, received.data)
+            return (await self._commit_change(folder, change, self._adopt))[0]
         await asyncio.to_thread(os.replace, received.path, folder / WEIGHTS)
         entry, _ = await self._changes.exclusively(self._adopt(folder, manifest))
         if self._deltas is not None:
@@ -163,67 +136,21 @@ class Publisher:
         if task is not None:
             await asyncio.shield(task)
 
-    # ---- one part
-
-    async def _join(
-        self, key: tuple[int, int, str, int], header: checkpoint.PublishHeader
-    ) -> Assembly:
-        assembly = self._assemblies.get(key)
-        if assembly is None or assembly.complete.is_set():
-            assembly = self._assemblies[key] = Assembly(self._store.begin_publish())
-            _reserve(assembly.folder / WEIGHTS, header.version_bytes)
-        return assembly
-
-    async def _take_part(
-        self,
-        assembly: Assembly,
-        header: checkpoint.PublishHeader,
-        messages: AsyncIterator[bytes],
-    ) -> tuple[StoredVersion, bool]:
-        """Receives a part; the last one commits, the others wait for that."""
-        index = header.shard_index
-        assembly.waiting += 1
-        try:
-            part = await self._receive(assembly.folder, header, messages)
-            assembly.parts[index] = part
-            failpoint("publish.received")
-            if len(assembly.parts) == max(1, header.shard_count):
-                assembly.commit = self._changes.keep(self._commit_all(assembly))
-                assembly.complete.set()
-            async with asyncio.timeout(PARTS_SECONDS):
-                await assembly.complete.wait()
-            assert assembly.commit is not None
-            return await asyncio.shield(assembly.commit)
-        except TimeoutError:
-            missing = sorted(set(range(header.shard_count)) - assembly.parts.keys())
-            raise ServiceUnavailable(
-                f"parts {missing[:8]} of {header.shard_count} did not come within {PARTS_SECONDS:g} s"
-            ) from None
-        finally:
-            assembly.waiting -= 1
-            if not assembly.complete.is_set():
-                assembly.parts.pop(index, None)
-                if assembly.waiting == 0:
-                    await self._end(assembly)
+    # ---- receiving
 
     async def _receive(
         self, folder: Path, header: checkpoint.PublishHeader, messages: AsyncIterator[bytes]
-    ) -> Part:
+    ) -> bytes | None:
+        """The bytes of a delta; None when the whole weights came, which lie in the folder then."""
         if header.encoding == DELTA:
-            return Part(header, await self._receive_delta(header, messages))
-        shared = header.shard_count > 1
-        writer = await WeightsWriter.create(
-            folder / WEIGHTS,
-            header.manifest,
-            strict=True,
-            start=header.shard_offset if shared else None,
-        )
+            return await self._receive_delta(header, messages)
+        writer = await WeightsWriter.create(folder / WEIGHTS, header.manifest, strict=True)
         async for data in self._chunks(messages, lambda: writer.position):
             await writer.add(data)
         if writer.position < writer.total:
             raise WeightsError(f"the stream ended at byte {writer.position} of {writer.total}")
         await writer.finish()
-        return Part(header, None)
+        return None
 
     async def _receive_delta(
         self, header: checkpoint.PublishHeader, messages: AsyncIterator[bytes]
@@ -257,22 +184,22 @@ class Publisher:
             yield chunk.data
             self._counters.received_bytes += len(chunk.data)
 
-    # ---- all parts
+    # ---- committing
 
-    async def _end(self, assembly: Assembly) -> None:
+    async def _end(self, folder: Path) -> None:
         # Shielded: the folder goes even when the stream broke in the midst of this.
-        await self._changes.exclusively(asyncio.to_thread(self._store.end_publish, assembly.folder))
+        await self._changes.exclusively(asyncio.to_thread(self._store.end_publish, folder))
 
-    async def _commit_all(self, assembly: Assembly) -> tuple[StoredVersion, bool]:
+    async def _commit_received(
+        self, folder: Path, header: checkpoint.PublishHeader, received: bytes | None
+    ) -> tuple[StoredVersion, bool]:
         try:
-            parts = [assembly.parts[index] for index in sorted(assembly.parts)]
-            manifest = merged(parts)
-            if all(part.delta is None for part in parts):
-                return await self._commit_file(assembly.folder, manifest)
-            base = self._base_of(next(part.header for part in parts if part.delta is not None))
-            return await self._commit_changes(assembly.folder, manifest, base, parts)
+            if received is None:
+                return await self._commit_file(folder, header.manifest)
+            change = Change(header.manifest, self._base_of(header), received)
+            return await self._commit_change(folder, change, self._commit)
         finally:
-            await self._end(assembly)
+            await self._end(folder)
 
     async def _commit_file(
         self, folder: Path, manifest: checkpoint.Manifest
@@ -282,15 +209,11 @@ class Publisher:
             self._changes.keep(self._load_head(entry))
         return entry, existed
 
-    async def _commit_changes(
-        self,
-        folder: Path,
-        manifest: checkpoint.Manifest,
-        base: StoredVersion,
-        parts: Sequence[Part],
-        commit: Commit | None = None,
+    async def _commit_change(
+        self, folder: Path, change: Change, commit: Commit
     ) -> tuple[StoredVersion, bool]:
-        """Applies the parts to the base in memory, and commits what comes of it."""
+        """Applies a delta to its base in memory, and commits what comes of it."""
+        base = change.base
         await self._head_lock.acquire()
         base.leases += 1
         written = False
@@ -304,45 +227,25 @@ class Publisher:
 
         try:
             await self.written(base)
-            path = folder / WEIGHTS
-            if not path.exists():
-                # Room for what is written after the commit: a full disk is noticed before it.
-                reserving = self._changes.keep(
-                    asyncio.to_thread(_reserve, path, manifest.total_bytes)
-                )
-                changing = asyncio.to_thread(self._change_head, folder, manifest, base, parts)
-                await asyncio.gather(reserving, changing)
-            else:
-                await asyncio.to_thread(self._change_head, folder, manifest, base, parts)
-            entry, existed = await self._changes.exclusively(
-                (commit or self._commit)(folder, manifest, begin_to_write)
+            # Room for what is written after the commit: a full disk is noticed before it.
+            reserving = self._changes.keep(
+                asyncio.to_thread(_reserve, folder / WEIGHTS, change.manifest.total_bytes)
             )
+            await asyncio.gather(reserving, asyncio.to_thread(self._change_head, folder, change))
+            return await self._changes.exclusively(commit(folder, change.manifest, begin_to_write))
         finally:
             if not written:
                 base.leases -= 1
                 self._head_lock.release()
-        return entry, existed
 
-    def _change_head(
-        self,
-        folder: Path,
-        manifest: checkpoint.Manifest,
-        base: StoredVersion,
-        parts: Sequence[Part],
-    ) -> None:
-        if not delta.same_layout(base.manifest.tensors, manifest.tensors):
+    def _change_head(self, folder: Path, change: Change) -> None:
+        base = change.base
+        if not delta.same_layout(base.manifest.tensors, change.manifest.tensors):
             raise WeightsError(f"version {base.version} has other tensors: publish in full")
-        path = folder / WEIGHTS
         if self._head.version != base.version:
             self._head.load(base)
-        changes = [(part.offset, part.size, part.delta or path) for part in parts]
-        self._head.change(changes, manifest)
-        if any(part.delta is None for part in parts):
-            # Start-up could not make the version again, so its file is written now.
-            self._head.write(path)
-            return
-        joined = delta.joined([(part.offset, part.delta or b"") for part in parts])
-        delta_path(folder, base.version).write_bytes(joined)
+        self._head.change(change.delta, change.manifest)
+        delta_path(folder, base.version).write_bytes(change.delta)
 
     async def _write(self, entry: StoredVersion, base: StoredVersion) -> None:
         """Gives a committed version's file its bytes, then the head to the next publish."""
@@ -433,18 +336,10 @@ class Publisher:
     # ---- checks
 
     def _check_header(self, header: checkpoint.PublishHeader) -> None:
-        count = header.shard_count
-        if count > MAX_SHARDS or header.shard_index >= max(1, count):
+        if header.shard_count > 1 or header.shard_index:
             raise WeightsError(
-                f"part {header.shard_index} of {count}: expected an index below the count, and at "
-                f"most {MAX_SHARDS} parts"
-            )
-        if count > 1 and not header.manifest.publish_id:
-            raise WeightsError("a publish in several parts needs a publish_id")
-        end = header.shard_offset + header.manifest.total_bytes
-        if count > 1 and end > header.version_bytes:
-            raise WeightsError(
-                f"the part ends at byte {end} of a version of {header.version_bytes} bytes"
+                f"part {header.shard_index} of {header.shard_count}: only whole publishes are "
+                "accepted (shard_count 0 or 1)"
             )
         if header.encoding not in (checkpoint.WEIGHTS_ENCODING_UNSPECIFIED, RAW, DELTA):
             raise WeightsError(f"encoding {header.encoding} is not accepted; send RAW (1)")
@@ -473,38 +368,6 @@ class Publisher:
                 f"term {manifest.term} is over, the current one is {self._store.term}: "
                 "a newer learner has taken over; this one must stop"
             )
-
-    def _existing(self, header: checkpoint.PublishHeader) -> StoredVersion | None:
-        manifest = header.manifest
-        if header.shard_count > 1:
-            return self._store.find_parts(manifest)
-        return self._store.find(manifest.term, manifest.step, manifest.weights_digest)
-
-
-def merged(parts: Sequence[Part]) -> checkpoint.Manifest:
-    """The manifest of a version that came in parts. Raises `WeightsError` when they don't fit together."""
-    manifest = parts[0].header.manifest
-    if len(parts) == 1:
-        return manifest
-    end = 0
-    tensors = []
-    for part in parts:
-        if part.offset != end:
-            raise WeightsError(f"a part begins at byte {part.offset}; expected byte {end}")
-        for spec in part.header.manifest.tensors:
-            shifted = checkpoint.TensorSpec()
-            shifted.CopyFrom(spec)
-            shifted.offset += end
-            tensors.append(shifted)
-        end += part.size
-    whole = checkpoint.Manifest()
-    whole.CopyFrom(manifest)
-    del whole.tensors[:]
-    whole.tensors.extend(tensors)
-    whole.total_bytes = end
-    whole.weights_digest = weights_digest(whole.tensors)
-    check(whole)
-    return whole
 
 
 def _reserve(path: Path, nbytes: int) -> None:

@@ -176,20 +176,6 @@ class VersionStore:
                 return entry
         return None
 
-    def find_parts(self, part: checkpoint.Manifest) -> StoredVersion | None:
-        """The available version that contains this part of a publish in several parts, if there is one."""
-        hashes = {spec.name: spec.hash for spec in part.tensors}
-        for entry in self._versions.values():
-            found = entry.manifest
-            same = (found.term, found.step, found.publish_id) == (
-                part.term, part.step, part.publish_id,
-            )  # fmt: skip
-            if entry.available and same:
-                stored = {spec.name: spec.hash for spec in found.tensors}
-                if hashes.items() <= stored.items():
-                    return entry
-        return None
-
     # ---- terms and numbers
 
     def acquire_term(self, term_floor: int, version_floor: int) -> int:

@@ -692,7 +692,6 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
         ([_header(kind=77)], INVALID, "expected FULL"),
         ([_header(encoding=3)], INVALID, "encoding 3 is not accepted"),
         ([_header(shard_index=2, shard_count=2)], INVALID, "part 2 of 2"),
-        ([_header(shard_index=1, shard_count=2)], INVALID, "needs a publish_id"),
         ([_header(total_bytes=5)], INVALID, "total_bytes is 5"),
         ([_header(run_id="x")], grpc.StatusCode.FAILED_PRECONDITION, "not of 'x'"),
     ],

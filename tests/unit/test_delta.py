@@ -137,23 +137,6 @@ def test_a_step_in_bfloat16_takes_a_fraction() -> None:
     assert len(difference) < 0.004 * new.nbytes
 
 
-def test_deltas_of_parts_become_one() -> None:
-    rng = np.random.default_rng(0)
-    base = rng.integers(0, 256, 3000, np.uint8)
-    target = base.copy()
-    target[[3, 1500, 2999]] += 1
-    parts = []
-    for start in (0, 1000, 2000):
-        part = target[start : start + 1000]
-        manifest = describe([("t", "uint8", (1000,), part)])
-        difference = encoded(manifest, base[start : start + 1000].tobytes(), part.tobytes())
-        assert difference is not None
-        parts.append((start, difference))
-    weights = bytearray(base.tobytes())
-    delta.apply(delta.joined(parts), memoryview(weights))
-    assert weights == target.tobytes()
-
-
 @pytest.mark.parametrize("record", [(9, 4, 0, 0, 1, 1), (0, 4, 0, 1, 9, 1), (0, 4, 0, 1, 2, 3)])
 def test_records_that_make_no_sense(record: tuple[int, ...]) -> None:
     with pytest.raises(IntegrityError):
