@@ -87,20 +87,22 @@ def _dead_letter(fields: Fields) -> samples.DeadLetter:
     def text(name: bytes) -> str:
         return fields.get(name, b"").decode(errors="replace")
 
-    def number(name: bytes) -> int:
+    def number(name: bytes, largest: int = 2**31 - 1) -> int:
+        # Whatever wrote the entry: a letter that can't be read would stop the learner.
         digits = text(name)
-        return int(digits) if digits.isdecimal() else 0
+        found = int(digits) if digits.isdecimal() and len(digits) < 20 else 0
+        return found if found <= largest else 0
 
     return samples.DeadLetter(
         stream=text(b"from"),
-        ordinal=number(b"o"),
+        ordinal=number(b"o", 2**63 - 1),
         attempt=number(b"a"),
         kind=number(b"k"),  # type: ignore[arg-type]
         evaluation_id=text(b"e"),
         reason=text(b"reason"),
         worker_id=text(b"worker"),
         deliveries=number(b"n"),
-        dead_unix_ms=number(b"at"),
+        dead_unix_ms=number(b"at", 2**63 - 1),
         payload=fields.get(b"p", b""),
     )
 
