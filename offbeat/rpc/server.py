@@ -18,6 +18,25 @@ LIVENESS = "liveness"
 READINESS = "readiness"
 
 
+class _HealthServicer(health.aio.HealthServicer):
+    """The package's servicer, which leaves List to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[str, health_pb2.HealthCheckResponse] = {}
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthListResponse:
+        return health_pb2.HealthListResponse(statuses=self.told)
+
+    async def set(
+        self, service: str, status: "health_pb2.HealthCheckResponse.ServingStatus.ValueType"
+    ) -> None:
+        self.told[service] = health_pb2.HealthCheckResponse(status=status)
+        await super().set(service, status)
+
+
 class Health:
     """What `grpc.health.v1` answers.
 
@@ -26,7 +45,7 @@ class Health:
     """
 
     def __init__(self, service_name: str) -> None:
-        self.servicer = health.aio.HealthServicer()
+        self.servicer = _HealthServicer()
         self._follow_readiness = ("", READINESS, service_name)
         self.ready = False
         self.alive = True
