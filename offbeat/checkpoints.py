@@ -215,6 +215,7 @@ def _hash(file: Path) -> str:
 
 
 def _sync(path: Path) -> None:
+    failpoint("checkpoint.fsync")
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

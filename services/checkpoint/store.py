@@ -402,6 +402,7 @@ def _write_synced(path: Path, data: bytes) -> Path:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
+        failpoint("publish.fsync")
         os.fsync(file.fileno())
     return path
 
