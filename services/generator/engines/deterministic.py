@@ -1,12 +1,14 @@
 """An engine without a model, for fault tests: its tokens are hashes.
 
-A token depends on the weights' digest, the task's ordinal, the completion's seed and its place, and on nothing else:
-not on the attempt, the time, or what else is running. So two runs can be compared bit for bit, whatever was killed in
-one of them. Sampling settings other than `max_tokens` and `ignore_eos` mean nothing to it.
+A token depends on the weights, the task's ordinal, the completion's seed and its place, and on nothing else: not on the
+attempt, the time, or what else is running. So two runs can be compared bit for bit, whatever was killed in one of them.
+The weights count with every byte that was loaded, so that torn ones would show in the tokens. Sampling settings other
+than `max_tokens` and `ignore_eos` mean nothing to it.
 """
 
 import asyncio
 import hashlib
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +16,9 @@ from typing import Any, ClassVar
 from offbeat.config.recipe import ModelSettings
 from offbeat.config.workers import DeterministicEngine
 from offbeat.errors import ConfigError
+from offbeat.v1 import checkpoint_pb2 as checkpoint
+from offbeat.weights.hashing import hash_of
+from offbeat.weights.manifest import weights_digest
 from offbeat.weights.staged import StagedWeights
 from services.generator.engines import model_folder
 from services.generator.engines.base import Engine, GeneratedCompletion, GenerationRequest
@@ -122,6 +127,21 @@ class DeterministicHashEngine(Engine):
         """Any weights will do."""
 
     async def _swap(self, weights: StagedWeights, version: int, *, drop_kv: bool) -> float:
-        self._digest = weights.manifest.weights_digest.hex()
+        self._digest = await asyncio.to_thread(_digest_of_bytes, weights)
         self._tokens_made += 1
         return 0.0
+
+
+def _digest_of_bytes(weights: StagedWeights) -> str:
+    """The weights digest (see `offbeat.weights.manifest`) of what the file really holds, in hex."""
+    found = []
+    with weights.path.open("rb") as file:
+        content = memoryview(b"")
+        if weights.path.stat().st_size:
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        for spec in weights.tensors:
+            held = checkpoint.TensorSpec()
+            held.CopyFrom(spec)
+            held.hash = hash_of(content[spec.offset : spec.offset + spec.nbytes])
+            found.append(held)
+    return weights_digest(found).hex()

@@ -19,10 +19,18 @@ from services.generator.engines import Engine, GenerationRequest, create_engine
 REQUEST = GenerationRequest("r", [3, 4], max_tokens=16, seed=5, ordinal=7)
 
 
+@pytest.fixture(autouse=True)
+def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`weights` writes its files here."""
+    monkeypatch.chdir(tmp_path)
+
+
 def weights(version: int, content: bytes) -> StagedWeights:
     manifest = describe([("w", "uint8", [len(content)], content)])
     manifest.version = version
-    return StagedWeights(Path("unused"), manifest)
+    path = Path(f"{version}.weights")
+    path.write_bytes(content)
+    return StagedWeights(path, manifest)
 
 
 @pytest.fixture
@@ -55,6 +63,15 @@ async def test_tokens_depend_on_weights_ordinal_and_seed_only(folder: Path) -> N
     changed = await second.generate(REQUEST)
     assert changed.token_ids != expected.token_ids
     assert len(changed.token_ids) == len(expected.token_ids)
+
+
+async def test_a_torn_file_shows_in_the_tokens(folder: Path) -> None:
+    engine = await started(folder, min_tokens=8)
+    expected = await engine.generate(REQUEST)
+    torn = weights(1, b"one")
+    torn.path.write_bytes(b"onf")
+    await engine.load_weights(torn, 1)
+    assert (await engine.generate(REQUEST)).token_ids != expected.token_ids
 
 
 async def test_completions_are_well_formed(folder: Path) -> None:
