@@ -8,15 +8,21 @@ async with Proxy(service.address) as proxy:
     proxy.stall()                  # connections stay open, no byte gets through (half-open)
     proxy.resume()
     proxy.target = other.address   # for connections from now on
+
+`ProxyThread` is for tests that are not asynchronous: it runs a proxy beside them.
 """
 
 import asyncio
-from typing import Literal
+import threading
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 Direction = Literal["down", "up"]
 """down: from the server to the client; up: the other way."""
 
 READ_BYTES = 16 * 1024
+
+T = TypeVar("T")
 
 
 class Proxy:
@@ -49,6 +55,7 @@ class Proxy:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
+        self._flowing.set()
         self.cut()
         while self._open:
             await asyncio.sleep(0.001)
@@ -174,3 +181,40 @@ class _Connection:
         """Resets both; what is buffered is lost."""
         for end in self._ends:
             end.transport.abort()
+
+
+class ProxyThread:
+    """A `Proxy` on an event loop and thread of its own.
+
+    with ProxyThread(service.address) as proxy:
+        proxy.do(lambda p: p.cut_after(100_000))
+    """
+
+    def __init__(self, target: str) -> None:
+        self._proxy = Proxy(target)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+
+    def __enter__(self) -> "ProxyThread":
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._proxy.__aenter__(), self._loop).result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._proxy.__aexit__(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT to connect to."""
+        return self._proxy.address
+
+    def do(self, action: Callable[[Proxy], T]) -> T:
+        """Calls `action` with the proxy, where it runs; returns the result."""
+
+        async def call() -> T:
+            return action(self._proxy)
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
