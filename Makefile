@@ -4,6 +4,7 @@
 # TORCH_INDEX  one more package index for pip, where the default one serves no CPU build of torch
 # RECIPE       what `make run` runs; RUN_ARGS is passed on to `offbeat run`
 # PYTEST_ARGS  passed on to pytest
+# SEED         of the faults of `make reliability` and `make soak`; MINUTES is how long a soak takes
 # OFFBEAT_TAG  tag of the images; DOCKER_BUILD_ARGS is passed on to `docker build`
 
 PYTHON ?= python3.11
@@ -13,6 +14,8 @@ TORCH_INDEX ?=
 RECIPE ?= recipes/arithmetic_tiny.yaml
 RUN_ARGS ?=
 PYTEST_ARGS ?=
+SEED ?= 1
+MINUTES ?= 30
 OFFBEAT_TAG ?= latest
 DOCKER_BUILD_ARGS ?=
 
@@ -95,6 +98,13 @@ test: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests, but for sl
 
 test-slow: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not docker' $(PYTEST_ARGS)
+
+.PHONY: reliability soak
+reliability: $(PROJECT_STAMP) $(DEV_STAMP) ## Break everything in turn, 250 times, and write docs/results/reliability.md
+	$(BIN)/python -m tests.reliability campaign --seed $(SEED)
+
+soak: $(PROJECT_STAMP) $(DEV_STAMP) ## Faults at random for MINUTES: audit, memory, throughput
+	$(BIN)/python -m tests.reliability soak --seed $(SEED) --minutes $(MINUTES)
 
 ## ---- images
 

@@ -99,12 +99,15 @@ class Checkpoints:
         self._keep = keep
 
     def begin(self, term: int, step: int) -> Path:
-        """An empty folder to write the trainer's state into. What broken attempts left behind is removed."""
+        """An empty folder to write the trainer's state into. What broken attempts left behind is removed, but never what
+        a newer learner is writing: this one may have been frozen, and not know yet that it was overtaken.
+        """
         partial = self.folder / f".partial-{term:06d}-{step:08d}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".partial-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+                if leftover.name < f".partial-{term + 1:06d}":
+                    shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir()
         except OSError as error:
             raise CheckpointError(

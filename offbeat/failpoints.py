@@ -5,6 +5,7 @@
     publish.counted             dies there, as by `kill -9`
     publish.counted:3           dies at the third time
     checkpoint.fsync=eio        the disk fails there (OSError EIO), once; full: no space (ENOSPC)
+    publish.counted=stop        freezes there (SIGSTOP), until somebody wakes it
     publish.counted@/tmp/now    whenever the file exists, which is removed by it: armed from outside, while it runs
 
 Without the variable a point costs next to nothing.
@@ -16,6 +17,7 @@ import signal
 from dataclasses import dataclass
 
 VARIABLE = "OFFBEAT_FAILPOINTS"
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 ERRORS = {"eio": errno.EIO, "full": errno.ENOSPC}
 
 
@@ -44,10 +46,9 @@ def parse(text: str) -> dict[str, _Armed]:
         rest, _, file = item.partition("@")
         rest, _, action = rest.partition("=")
         name, _, count = rest.partition(":")
-        if action not in {"", "kill", *ERRORS}:
-            raise ValueError(
-                f"{VARIABLE}: {item!r}: expected the action kill, {' or '.join(ERRORS)}"
-            )
+        if action not in {"", *SIGNALS, *ERRORS}:
+            known = ", ".join([*SIGNALS, *ERRORS])
+            raise ValueError(f"{VARIABLE}: {item!r}: expected one of the actions {known}")
         armed[name] = _Armed(action or "kill", int(count or 1), file)
     return armed
 
@@ -62,4 +63,4 @@ def failpoint(name: str) -> None:
     action = _armed[name].action
     if action in ERRORS:
         raise OSError(ERRORS[action], f"{os.strerror(ERRORS[action])} (failpoint {name})")
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), SIGNALS[action])

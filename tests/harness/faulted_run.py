@@ -101,7 +101,19 @@ class FaultedRun(WholeRun):
         self._read = 0
         self.lines: list[dict[str, Any]] = []
         """Lines of metrics.jsonl so far."""
+        self.spared: set[int] = set()
+        """Workers that no fault hits."""
         super().__init__(recipe, ["run", str(recipe)], environment)
+
+    @property
+    def pid(self) -> int:
+        """Of the command itself."""
+        return self._process.pid
+
+    @property
+    def redis_pid(self) -> int:
+        """Of Redis; 0 while it is down."""
+        return 0 if self.server.process is None else self.server.process.pid
 
     # --- time
 

@@ -51,6 +51,11 @@ def _all(*conditions: Recovered) -> Recovered:
 # --- processes
 
 
+def _victims(run: FaultedRun, role: Role) -> list[int]:
+    """Processes that may be hit; waits until there is one."""
+    return list(run.wait_for(lambda: [p for p in run.pids(role) if p not in run.spared], role))
+
+
 def _held(run: FaultedRun, role: Role, pid: int) -> set[tuple[str, bytes]]:
     """What a worker holds, as far as Redis can be asked."""
     try:
@@ -61,7 +66,7 @@ def _held(run: FaultedRun, role: Role, pid: int) -> set[tuple[str, bytes]]:
 
 def _kill_worker(role: Role) -> Strike:
     def strike(run: FaultedRun, chance: random.Random) -> Recovered:
-        pid = chance.choice(run.pids(role) or [run.wait_for(lambda: run.pids(role), role)[0]])
+        pid = chance.choice(_victims(run, role))
         # Frozen first, so that what it holds is known when it dies.
         os.kill(pid, signal.SIGSTOP)
         held = _held(run, role, pid)
@@ -73,7 +78,7 @@ def _kill_worker(role: Role) -> Strike:
 
 def _freeze_worker(role: Role) -> Strike:
     def strike(run: FaultedRun, chance: random.Random) -> Recovered:
-        pid = chance.choice(run.pids(role) or [run.wait_for(lambda: run.pids(role), role)[0]])
+        pid = chance.choice(_victims(run, role))
         os.kill(pid, signal.SIGSTOP)
         held, awake = _held(run, role, pid), []
 

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.harness.faulted_run import FaultedRun, faulted_run
 from tests.harness.faults import Fault, Recovered
 from tests.harness.whole_run import resume
 from tests.reliability.checks import stale_writes, torn_completions
+from tests.reliability.stale import POINTS, Overtaken, overtake
 
 AT_ONCE = 2
 """Faults that may be under way together."""
@@ -157,7 +159,7 @@ def strike_all(
         for item in list(under_way):
             fault, at, recovered = item
             seconds = time.monotonic() - at
-            if _holds(recovered):
+            if holds(recovered):
                 under_way.remove(item)
                 over.append(Struck(fault.kind, fault.target, seconds, at - began))
                 say(f"{len(over)}/{len(plan)} {fault.kind}: {seconds:.1f} s, step {run.step()}")
@@ -174,7 +176,7 @@ def strike_all(
     return over
 
 
-def _holds(recovered: Recovered) -> bool:
+def holds(recovered: Recovered) -> bool:
     """What can't be asked because Redis is away does not hold yet."""
     try:
         return recovered()
@@ -193,19 +195,32 @@ def count(found: Found, run_folder: Path, audit: dict[str, Any], *, cohort: int)
     found.stale = stale_writes(run_folder)
 
 
-def campaign(
-    folder: Path, seed: int, share: float, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Plays the rounds that have no result yet; returns the results of all."""
-    results = []
+def campaign(folder: Path, seed: int, share: float, say: Callable[[str], None]) -> None:
+    """Plays what has no result in the folder yet; each part leaves a file there."""
     for part in rounds(share):
-        file = folder / f"{part.name}.json"
-        if not file.exists():
-            say(f"round {part.name}: {sum(part.counts.values())} faults")
-            scratch = folder / part.name
-            shutil.rmtree(scratch, ignore_errors=True)
-            found = play(part, scratch, seed, lambda text, name=part.name: say(f"{name} {text}"))
-            file.write_text(json.dumps(asdict(found), indent=1))
-            shutil.rmtree(scratch)
-        results.append(json.loads(file.read_text()))
-    return results
+        say(f"round {part.name}: {sum(part.counts.values())} faults")
+        _once(folder, part.name, partial(_play, part, seed=seed, say=say))
+    say(f"round stale: {len(POINTS)} learners are overtaken")
+    _once(folder, "stale", partial(_overtaken, seed=seed))
+
+
+def _play(part: Round, scratch: Path, *, seed: int, say: Callable[[str], None]) -> Found:
+    return play(part, scratch, seed, lambda text: say(f"{part.name} {text}"))
+
+
+def _overtaken(scratch: Path, *, seed: int) -> Overtaken:
+    found = overtake(scratch, seed)
+    assert found.stale == 0, found
+    return found
+
+
+def _once(folder: Path, name: str, work: Callable[[Path], Any]) -> None:
+    """Does the work unless its result is there."""
+    file = folder / f"{name}.json"
+    if file.exists():
+        return
+    scratch = folder / name
+    shutil.rmtree(scratch, ignore_errors=True)
+    found = work(scratch)
+    file.write_text(json.dumps(asdict(found), indent=1))
+    shutil.rmtree(scratch)

@@ -106,3 +106,14 @@ def test_damage_to_all_of_them_is_never_a_new_beginning(tmp_path):
     (save(checkpoints, 1, 1).path / "COMMITTED").write_bytes(b"\xff\x00")
     with pytest.raises(CheckpointError, match="all checkpoints"):
         checkpoints.latest()
+
+
+def test_an_overtaken_learner_leaves_the_newer_ones_work_alone(tmp_path):
+    newer = Checkpoints(tmp_path, keep=2).begin(term=2, step=5)
+    (newer / "state").write_text("half written")
+    Checkpoints(tmp_path, keep=2).begin(term=1, step=6)
+    assert (newer / "state").exists()
+    Checkpoints(tmp_path, keep=2).begin(term=3, step=5)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        ".partial-000003-00000005"
+    }

@@ -19,7 +19,7 @@ def test_an_item_has_a_count_an_action_and_a_file(tmp_path):
 
 
 def test_an_unknown_action_is_refused():
-    with pytest.raises(ValueError, match="expected the action kill, eio or full"):
+    with pytest.raises(ValueError, match="expected one of the actions kill, stop, eio, full"):
         failpoints.parse("a=explode")
 
 
