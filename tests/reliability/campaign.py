@@ -1,7 +1,7 @@
 """`make reliability`: a few runs, hundreds of faults, and the pass conditions as assertions.
 
 A campaign is a list of rounds. A round is one run with settings of its own, through which its share of the faults is
-drawn in random order, up to two of them under way at once. When all are over, the command itself is killed and the run
+drawn in random order, up to three of them under way at once. When all are over, the command itself is killed and the run
 resumed to its end. What a round found is a file in the campaign's folder: a campaign that was interrupted goes on with
 the rounds that it lacks.
 """
@@ -25,7 +25,7 @@ from tests.harness.whole_run import resume
 from tests.reliability.checks import stale_writes, torn_completions
 from tests.reliability.stale import POINTS, Overtaken, overtake
 
-AT_ONCE = 2
+AT_ONCE = 3
 """Faults that may be under way together."""
 PAUSE_SECONDS = 1.0
 """Longest time between two."""

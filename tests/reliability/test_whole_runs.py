@@ -60,7 +60,7 @@ def test_faults_with_a_real_engine(tmp_path):
 
 
 def test_overtaken_learners_change_nothing(tmp_path):
-    """W4: frozen where it is, and inside a publish; a second learner takes over; the first wakes, is refused, and ends."""
+    """W4: a learner is frozen, a second one takes over; the first wakes, is refused, and ends."""
     found = overtake(tmp_path / "run", 5, ("", "publish.sending", "checkpoint.before_rename"))
     assert found.stale == 0
 
