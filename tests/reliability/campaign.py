@@ -1,9 +1,9 @@
 """`make reliability`: a few runs, hundreds of faults, and the pass conditions as assertions.
 
 A campaign is a list of rounds. A round is one run with settings of its own, through which its share of the faults is
-drawn in random order, up to three of them under way at once. When all are over, the command itself is killed and the run
-resumed to its end. What a round found is a file in the campaign's folder: a campaign that was interrupted goes on with
-the rounds that it lacks.
+drawn in random order, up to three of them under way at once. When all are over, the command itself is killed and the
+run resumed to its end. What a round found is a file in the campaign's folder: a campaign that was interrupted goes on
+with the rounds that it lacks.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The same seed with and without faults (E1): the same samples in the same order, and with a fixed lag the same bits."""
+"""The same seed with and without faults (E1): the same samples in the same order; with a fixed lag, the same bits."""
 
 import random
 from pathlib import Path
