@@ -62,7 +62,7 @@ def _campaign(rounds: Sequence[Result], stale: Result | None) -> str:
         "## The campaign",
         "",
         f"`make reliability SEED={rounds[0]['seed']}`: {faults} faults, up to three under way at once, "
-        f"in {minutes:.0f} minutes. At the end of each run the command itself is killed and the run resumed to its end.",
+        f"in {minutes:.0f} minutes. At the end of each run the command itself is killed, and the run is resumed.",
         "",
         "| run | Redis | steps | ordinals | terms | issued again | steps trained again | given up | lags |",
         "|---|---|---|---|---|---|---|---|---|",
