@@ -179,6 +179,11 @@ class _Reader:
             ) from error
 
 
+def seed_generator(seed: int, rank: int, *, updates: int = 0) -> None:
+    """Starts a rank's random generators from the run's seed; left alone, they start anywhere."""
+    torch.manual_seed((seed * 1_000_003 + updates) * 4_096 + rank)
+
+
 def _gather_generators(device: torch.device) -> list[Tensor]:
     """State of every rank's random generators, on every rank: the CPU's and, where there is one, the GPU's."""
     mine = torch.get_rng_state()
@@ -197,7 +202,7 @@ def _restore_generator(
     rank, world = dist.get_rank(), dist.get_world_size()
     if scalars["ranks"] != world or scalars["device"] != device.type:
         # There is no state for this rank: start a stream that no other point of the run has.
-        torch.manual_seed((scalars["seed"] * 1_000_003 + scalars["updates"]) * 4_096 + rank)
+        seed_generator(scalars["seed"], rank, updates=scalars["updates"])
         return
     state = get(f"rng/{rank}")
     size = torch.get_rng_state().numel()

@@ -76,6 +76,7 @@ class Trainer:
             max_tokens=recipe.sampling.max_tokens,
         )
         join(rank, world, rendezvous)
+        state.seed_generator(recipe.run.seed, rank)
         self._device = device_of(rank)
         self._passes = Passes(recipe, rank=rank, world=world, device=self._device)
         self._adapter: lora.Adapter | None = None
