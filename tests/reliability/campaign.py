@@ -29,6 +29,8 @@ AT_ONCE = 3
 """Faults that may be under way together."""
 PAUSE_SECONDS = 1.0
 """Longest time between two."""
+REST_SECONDS = 4.0
+"""Longest time from a recovery to the next fault of the same target."""
 RECOVERY_SECONDS = 300.0
 """A run that has not got over a fault by then never will."""
 LAST_STEPS = 10
@@ -153,7 +155,7 @@ def strike_all(
 ) -> list[Struck]:
     """Strikes with all faults of the plan and waits until the run got over each."""
     waiting, under_way, over = list(plan), list[tuple[Fault, float, Recovered]](), list[Struck]()
-    began, next_at = time.monotonic(), 0.0
+    began, next_at, rested_at = time.monotonic(), 0.0, dict[str, float]()
     while waiting or under_way:
         run.poll()
         for item in list(under_way):
@@ -161,12 +163,14 @@ def strike_all(
             seconds = time.monotonic() - at
             if holds(recovered):
                 under_way.remove(item)
+                rested_at[fault.target] = time.monotonic() + chance.uniform(0.0, REST_SECONDS)
                 over.append(Struck(fault.kind, fault.target, seconds, at - began))
                 say(f"{len(over)}/{len(plan)} {fault.kind}: {seconds:.1f} s, step {run.step()}")
             else:
                 assert seconds < RECOVERY_SECONDS, f"{fault}: not over it\n{run.output()}"
-        targets = {fault.target for fault, _, _ in under_way}
-        possible = [fault for fault in waiting if fault.target not in targets]
+        busy = {fault.target for fault, _, _ in under_way}
+        busy |= {target for target, at in rested_at.items() if at > time.monotonic()}
+        possible = [fault for fault in waiting if fault.target not in busy]
         if possible and len(under_way) < AT_ONCE and time.monotonic() >= next_at:
             fault = possible[0]
             waiting.remove(fault)
