@@ -99,8 +99,9 @@ class Checkpoints:
         self._keep = keep
 
     def begin(self, term: int, step: int) -> Path:
-        """An empty folder to write the trainer's state into. What broken attempts left behind is removed, but never what
-        a newer learner is writing: this one may have been frozen, and not know yet that it was overtaken.
+        """An empty folder to write the trainer's state into. What broken attempts left behind is removed.
+
+        Never what a newer learner is writing: this one may have been frozen, and not know yet that it was overtaken.
         """
         partial = self.folder / f".partial-{term:06d}-{step:08d}"
         try:

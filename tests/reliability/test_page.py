@@ -15,7 +15,7 @@ NAME = re.compile(r"`(?P<file>[a-z0-9_/]+\.py)?(?:::(?P<test>test_\w+)(?P<more>_
 
 
 def named() -> list[tuple[str, str, bool]]:
-    """(file, test, whether only its beginning is given) of each name in the table; a bare ::test is of the file before."""
+    """(file, test, whether only its beginning is given) of each name; a bare ::test is of the file before."""
     found, file = [], ""
     for row in PAGE.splitlines():
         if not row.startswith("| "):
