@@ -62,15 +62,20 @@ def read_cell(folder: Path, name: str, seed: int, wall: float) -> Cell:
     steps = [line for line in lines if "loss" in line]
     last = steps[-1]["step"]
 
-    def at(step: int, mode: str) -> float:
-        key = f"eval/{mode}/pass@1"
-        return next(float(line[key]) for line in lines if line["step"] == step and key in line)
+    def at(step: int) -> dict[str, float]:
+        keys = {mode: f"eval/{mode}/pass@1" for mode in MODES}
+        return {
+            mode: float(line[key])
+            for mode, key in keys.items()
+            for line in lines
+            if line["step"] == step and key in line
+        }
 
     return Cell(
         name=name,
         seed=seed,
-        before={mode: at(0, mode) for mode in MODES},
-        after={mode: at(last, mode) for mode in MODES},
+        before=at(0),
+        after=at(last),
         prompts=int(
             next(line["eval/greedy/prompts"] for line in lines if "eval/greedy/prompts" in line)
         ),
