@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from offbeat.config.base import Settings
 
@@ -75,3 +75,13 @@ class RedisSettings(Settings):
     embedded_max_memory_mb: int = Field(
         1024, gt=0, description="maxmemory of the embedded server, MiB."
     )
+
+    @model_validator(mode="after")
+    def _beats_in_time(self) -> "RedisSettings":
+        if self.min_idle_seconds < 2 * self.beat_seconds:
+            raise ValueError(
+                f"min_idle_seconds: expected at least two heartbeats (2 * beat_seconds = {2 * self.beat_seconds:g}), "
+                f"found {self.min_idle_seconds:g}: others would claim what a living worker holds; raise it, or lower "
+                "beat_seconds"
+            )
+        return self

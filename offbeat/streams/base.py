@@ -155,7 +155,10 @@ class LearnerStreams(ABC):
 
     @abstractmethod
     async def begin_term(self, term: int) -> None:
-        """Makes `term` the current one. Raises `Fenced` when a newer one was begun."""
+        """Makes `term` the current one. Raises `Fenced` when a newer one was begun.
+
+        Tasks of earlier terms' evaluations that nobody has generated yet are removed: nobody waits for them.
+        """
 
     @abstractmethod
     async def issue(self, tasks: Sequence[samples.PromptTask]) -> int:
@@ -167,7 +170,7 @@ class LearnerStreams(ABC):
 
     @abstractmethod
     async def in_flight(self) -> dict[int, InFlight]:
-        """Training ordinals under way: issued and not yet settled."""
+        """Training ordinals under way: issued, not yet settled, and with an entry on one of the streams."""
 
     @abstractmethod
     async def collect(
@@ -176,8 +179,9 @@ class LearnerStreams(ABC):
         """Returns new scored groups and dead letters. First of all come those that an earlier term had collected
         and not settled. They stay pending until `settle`.
 
-        Raises `ServiceUnavailable` at once when the server does not answer, or was emptied: entries may be lost, so
-        the caller must compare `in_flight` with what it expects, and issue what is absent.
+        Raises `ServiceUnavailable` at once when the server does not answer, was away since the last call, or was
+        emptied: entries may be lost, so the caller must compare `in_flight` with what it expects, and issue what is
+        absent.
         """
 
     @abstractmethod

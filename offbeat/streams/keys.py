@@ -42,6 +42,9 @@ class Keys:
         """Hash: ordinal -> "term:attempt"; see `records.in_flight_field`."""
         self.lone = self._prefix + "lone"
         """Hash: "stream key|entry id" -> "next" (must run alone) or "now:CONSUMER" (runs alone there)."""
+        self.awake = self._prefix + "awake"
+        """Hash: when anybody last worked on the run, and since when somebody does again; see `may_claim` in
+        scripts/common.lua."""
         self.finished = self._prefix + "finished"
         """Exists once the run is finished."""
         self.version = self._prefix + "version"

@@ -20,6 +20,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from offbeat.config.service import RedisSettings
 from offbeat.errors import BacklogFull, Fenced, OffbeatError, ServiceUnavailable, StreamError
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,15 @@ def address(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
+def gap_ms(settings: RedisSettings) -> int:
+    """A silence of all that is longer than this was Redis's or the network's; milliseconds, see `may_claim`.
+
+    An entry is beaten at least once in a heartbeat's time, so a shorter one makes nobody idle for long enough.
+    """
+    longest = settings.min_idle_seconds - 2 * settings.beat_seconds
+    return int(1000 * max(longest, settings.min_idle_seconds / 2))
+
+
 @cache
 def script(name: str) -> str:
     """Text of a script: its first line (the flags), then what all scripts share, then the rest."""
@@ -104,6 +114,8 @@ class Link:
         self._blocking = connect(url, reply_seconds=BLOCK_SECONDS + REPLY_SECONDS)
         self._outage_limit = outage_seconds
         self._failing_since: float | None = None
+        self.outages = 0
+        """How often Redis did not answer after it had."""
         self.last_outage = (0.0, 0.0)
         """Length of the last outage that ended, and when it ended (monotonic time); seconds."""
 
@@ -183,6 +195,7 @@ class Link:
     def _failed(self, started: float, error: Exception) -> Unreachable:
         if self._failing_since is None:
             self._failing_since = started
+            self.outages += 1
             log.warning("Redis at %s does not answer, trying again: %s", self.address, error)
         return Unreachable(str(error) or type(error).__name__)
 
@@ -214,11 +227,6 @@ class Link:
 
     # --- reading, one attempt each; they raise as `once` does -----------------------------------------------------
 
-    async def server_age(self) -> float:
-        """Seconds since Redis started."""
-        info = await self._attempt(lambda: self.client.info("server"))
-        return float(info["uptime_in_seconds"])
-
     async def pending_of(self, stream: str, group: str, consumer: str) -> list[tuple[str, int]]:
         """(entry id, deliveries) of what a consumer holds."""
         rows = await self._attempt(
@@ -239,7 +247,7 @@ class Link:
     async def wait_for_entries(self, after: Mapping[str, str], seconds: float) -> None:
         """Returns when one of the streams (key -> an entry id) gets a newer entry, or after `seconds`.
 
-        It reads no group, so it takes nothing: a lost reply loses nothing. When Redis is away it just waits.
+        It reads no group, so it takes nothing: a lost reply loses nothing. When Redis is away it notes that and waits.
         """
         block = int(1000 * min(seconds, BLOCK_SECONDS))
         if block <= 0:
@@ -247,8 +255,11 @@ class Link:
         start = time.monotonic()
         try:
             await self._blocking.xread(dict[Any, Any](after), count=1, block=block)
-        except exceptions.RedisError:
-            # The next command says what is wrong; here it is enough not to spin.
+        except exceptions.RedisError as error:
+            # The next command says what is wrong. If it can't, since Redis is back by then, it may have come back with
+            # less than it had.
+            if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError):
+                self._failed(start, error)
             await asyncio.sleep(max(0.0, min(seconds, 0.1) - (time.monotonic() - start)))
 
     async def close(self) -> None:

@@ -215,6 +215,8 @@ class MemoryLearnerStreams(LearnerStreams):
             raise Fenced(
                 f"term {server.term} (learner {server.learner}) began already; stop this learner"
             )
+        if term > server.term:
+            server.forget_evaluations()
         self._term = server.term = term
         server.learner, server.finished = self._learner_id, False
 
@@ -234,8 +236,11 @@ class MemoryLearnerStreams(LearnerStreams):
         return sum(self._server.issue(task) for task in tasks)
 
     async def in_flight(self) -> dict[int, InFlight]:
-        held = self._server.in_flight.items()
-        return {int(name): InFlight(*attempt) for name, attempt in held if name.isdecimal()}
+        return {
+            int(name): InFlight(*attempt)
+            for name, attempt in self._server.in_flight.items()
+            if self._server.is_there(name, attempt[1])
+        }
 
     async def collect(
         self, *, limit: int = 64, wait_seconds: float = 1.0

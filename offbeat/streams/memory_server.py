@@ -85,6 +85,22 @@ class MemoryServer:
         self.in_flight.clear()
         self.term = 0
 
+    def forget_evaluations(self) -> None:
+        """Removes evaluation tasks that nobody has generated."""
+        self.streams[Stream.EVALUATIONS].clear()
+        self.in_flight = {n: at for n, at in self.in_flight.items() if n.isdecimal()}
+
+    def is_there(self, ordinal: str, attempt: int) -> bool:
+        """Whether an entry of this attempt of a training ordinal lies on a stream, and is not settled."""
+        wanted = (ordinal.encode(), str(attempt).encode(), b"%d" % samples.TASK_KIND_TRAIN)
+        passed = (Stream.PROMPTS, Stream.ROLLOUTS, Stream.SCORED, Stream.DEAD)
+        return any(
+            (entry.fields[b"o"], entry.fields[b"a"], entry.fields[b"k"]) == wanted
+            for stream in passed
+            for entry in self.streams[stream].values()
+            if not entry.settled
+        )
+
     def issue(self, task: samples.PromptTask) -> bool:
         """Issues a task unless the same or a newer attempt is under way."""
         name, attempt = in_flight_field(task), (task.term, task.attempt)

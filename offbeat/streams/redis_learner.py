@@ -10,7 +10,7 @@ from offbeat.config.service import RedisSettings
 from offbeat.errors import ServiceUnavailable, StreamError
 from offbeat.streams.base import Backlog, Delivery, InFlight, LearnerStreams, Member, Stream
 from offbeat.streams.keys import GROUPS, LEARNER, SOURCES, Keys, Role
-from offbeat.streams.link import Argument, Link, NoGroup, Unreachable, fields_of
+from offbeat.streams.link import Argument, Link, NoGroup, Unreachable, fields_of, gap_ms
 from offbeat.streams.records import (
     Fields,
     Malformed,
@@ -48,6 +48,7 @@ class RedisLearnerStreams(LearnerStreams):
         self._collected: set[tuple[Stream, str]] = set()
         # At first, too: a process of the same learner and term may have collected something.
         self._unsure = True
+        self._outages_told = 0
 
     # --- start and end -----------------------------------------------------------------------------------------
 
@@ -68,8 +69,10 @@ class RedisLearnerStreams(LearnerStreams):
 
     async def begin_term(self, term: int) -> None:
         """See `LearnerStreams.begin_term`."""
-        keys = [self._keys.term, self._keys.finished]
-        await self._link.run("beginning a term", "begin_term", keys, [term, self._learner_id])
+        evaluations = self._keys.stream(Stream.EVALUATIONS)
+        keys = [self._keys.term, self._keys.finished, self._keys.in_flight, evaluations]
+        args: list[Argument] = [term, self._learner_id, GROUPS[Stream.EVALUATIONS]]
+        await self._link.run("beginning a term", "begin_term", [*keys, self._keys.lone], args)
         self._term = term
 
     @property
@@ -127,12 +130,14 @@ class RedisLearnerStreams(LearnerStreams):
 
     async def in_flight(self) -> dict[int, InFlight]:
         """See `LearnerStreams.in_flight`."""
-        held = await self._link.ask("what is in flight", "hgetall", self._keys.in_flight)
+        passed = (Stream.PROMPTS, Stream.ROLLOUTS, Stream.SCORED)
+        keys = [self._keys.in_flight, self._keys.stream(Stream.DEAD)]
+        keys += [self._keys.stream(stream) for stream in passed]
+        flat = await self._link.run("what is in flight", "in_flight", keys, [GROUPS[Stream.DEAD]])
         found = {}
-        for field, value in held.items():
-            if field.isdigit():
-                term, attempt = value.split(b":")
-                found[int(field)] = InFlight(int(term), int(attempt))
+        for ordinal, value in fields_of(flat).items():
+            term, attempt = value.split(b":")
+            found[int(ordinal)] = InFlight(int(term), int(attempt))
         return found
 
     # --- collecting --------------------------------------------------------------------------------------------
@@ -140,14 +145,17 @@ class RedisLearnerStreams(LearnerStreams):
     async def collect(
         self, *, limit: int = 64, wait_seconds: float = 1.0
     ) -> list[Delivery[samples.ScoredRollout] | Delivery[samples.DeadLetter]]:
-        """See `LearnerStreams.collect`. Raises `ServiceUnavailable` at once when Redis does not answer or had lost
-        its groups: the caller must then look for ordinals that have to be issued again."""
+        """See `LearnerStreams.collect`. Raises `ServiceUnavailable` at once when Redis does not answer, did not answer
+        some other call since the last time, or had lost its groups: the caller must then look for ordinals that have
+        to be issued again."""
         end = time.monotonic() + wait_seconds
         while True:
+            self._tell_of_outage()
             try:
                 found, after = await self._collect_once(limit)
                 self._collected |= {delivery.key for delivery in found}
             except Unreachable as error:
+                self._outages_told = self._link.outages
                 raise self._link.unavailable("scored groups", error) from error
             except NoGroup as error:
                 await self._heal()
@@ -159,6 +167,12 @@ class RedisLearnerStreams(LearnerStreams):
                 return found
             await self._link.wait_for_entries(after, left)
 
+    def _tell_of_outage(self) -> None:
+        """A server that was away may have come back with less than it had, whichever call saw it."""
+        if self._link.outages > self._outages_told:
+            self._outages_told = self._link.outages
+            raise ServiceUnavailable(f"Redis at {self._link.address} was away; {EMPTIED}")
+
     async def _collect_once(self, limit: int) -> tuple[list[Delivery[Any]], dict[str, str]]:
         keys = [self._keys.stream(stream) for stream in COLLECTED]
         term = self._current_term
@@ -167,8 +181,9 @@ class RedisLearnerStreams(LearnerStreams):
             if recovered:
                 return recovered, {}
         self._unsure = True
-        args: list[Argument] = [term, LEARNER, self._consumer, limit]
-        entries, newest = await self._link.once("collect", [self._keys.term, *keys], args)
+        args: list[Argument] = [term, LEARNER, self._consumer, limit, gap_ms(self._settings)]
+        first = [self._keys.term, self._keys.awake]
+        entries, newest = await self._link.once("collect", [*first, *keys], args)
         found = []
         for index, entry_id, flat in entries:
             stream = COLLECTED[index - 1]

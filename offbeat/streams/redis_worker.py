@@ -12,7 +12,7 @@ from offbeat.errors import ServiceUnavailable
 from offbeat.streams.base import Delivery, Stream, WorkerStreams
 from offbeat.streams.holdings import EntryKey, Holdings
 from offbeat.streams.keys import GROUPS, SOURCES, TARGETS, Keys, Role
-from offbeat.streams.link import Argument, Link, NoGroup, Unreachable, fields_of
+from offbeat.streams.link import Argument, Link, NoGroup, Unreachable, fields_of, gap_ms
 from offbeat.streams.records import Fields, Malformed, decode
 from offbeat.v1 import samples_pb2 as samples
 
@@ -46,8 +46,6 @@ class RedisWorkerStreams(WorkerStreams):
         self._taking = asyncio.Lock()
         # Whether Redis may have delivered something in a reply that never came.
         self._unsure = False
-        # Monotonic seconds; None until the server's age is known.
-        self._claims_from: float | None = None
 
     # --- taking ------------------------------------------------------------------------------------------------
 
@@ -88,12 +86,13 @@ class RedisWorkerStreams(WorkerStreams):
             recovered = await self._recover(limit)
             if recovered:
                 return recovered, {}, 0
-        claims = await self._claims_allowed()
         gate = held_version if self._role == "generator" else -1
         args: list[Argument] = [self._group, self.consumer, limit, gate, self._min_idle_ms]
-        args += [int(claims), len(self._sources), *self._sources]
+        args += [int(self._would_claim), gap_ms(self._settings)]
+        args += [len(self._sources), *self._sources]
         args += [self._lone_field(key) for key in self._holdings.keys]
         keys = [self._keys.members(self._role), self._keys.lone, self._keys.stream(Stream.DEAD)]
+        keys += [self._keys.awake]
         # Set before and cleared after, so that a lost reply and a cancelled call are both seen by the next one.
         self._unsure = True
         entries, newest, left_behind = await self._link.once("take", keys + self._stream_keys, args)
@@ -111,16 +110,15 @@ class RedisWorkerStreams(WorkerStreams):
     def _min_idle_ms(self) -> int:
         return max(1, int(1000 * self._settings.min_idle_seconds))
 
-    async def _claims_allowed(self) -> bool:
-        """False for one idle time after an outage or a start of Redis: nobody's heartbeats could arrive before."""
-        now = time.monotonic()
-        if self._claims_from is None:
-            age = await self._link.server_age()
-            self._claims_from = now + max(0.0, self._settings.min_idle_seconds - age)
+    @property
+    def _would_claim(self) -> bool:
+        """False for one idle time after an outage that this worker saw: others may have been cut off, too.
+
+        What it did not see, a frozen Redis or a restart before its own start, is noticed by the script.
+        """
         length, ended = self._link.last_outage
-        if length > self._settings.beat_seconds:
-            self._claims_from = max(self._claims_from, ended + self._settings.min_idle_seconds)
-        return now >= self._claims_from
+        seen = length > self._settings.beat_seconds
+        return not seen or time.monotonic() >= ended + self._settings.min_idle_seconds
 
     async def _delivery(
         self, key: EntryKey, count: int, alone: bool, fields: Fields
@@ -199,9 +197,11 @@ class RedisWorkerStreams(WorkerStreams):
             self.consumer,
             json.dumps(self._announcement),
             forget_ms,
+            gap_ms(self._settings),
+            self._min_idle_ms,
         ]
         args += self._pairs(keys)
-        registry = [self._keys.members(self._role), self._keys.info(self._role)]
+        registry = [self._keys.members(self._role), self._keys.info(self._role), self._keys.awake]
         positions: list[int] = await self._link.run(
             "a heartbeat", "beat", registry + self._stream_keys, args, patience=patience
         )

@@ -78,7 +78,7 @@ async def test_evaluations_come_first_and_are_no_training_ordinals(run: StreamsR
     await pass_on(reward)
     scored = await collected(learner)
     assert await learner.issue(evaluation) == 0
-    await learner.settle(scored, [])
+    await learner.settle([d for d in scored if d.record.rollout.task.evaluation_id], [])
     assert sorted(await learner.in_flight()) == [0, 1]
     assert await learner.issue(evaluation) == 2
 
@@ -354,6 +354,22 @@ async def test_an_older_learner_can_change_nothing(run: StreamsRun) -> None:
     assert sorted(await new.in_flight()) == [0, 1]
     assert len(await run.entries(Stream.SCORED)) == 2
     assert len(await old.backlog()) == 5
+
+
+async def test_a_new_term_forgets_the_evaluations_of_the_last_one(run: StreamsRun) -> None:
+    old, generator, reward = await run.learner(term=1), run.worker(), run.worker("reward")
+    await old.issue([make_task(i, evaluation_id="e") for i in range(4)])
+    first, held, *_ = await generator.take(2)
+    await generator.hand_off(first, make_result(first))
+    await old.issue([make_task(7)])
+    new = await run.learner(term=2)
+    assert await run.entries(Stream.EVALUATIONS) == []
+    assert await generator.beat([held]) == {held.key}
+    assert not await generator.hand_off(held, make_result(held))
+    await new.issue([make_task(3, evaluation_id="e")])
+    await new.begin_term(2)  # its reply got lost: nothing of its own term goes
+    assert ordinals(await pass_on(generator)) == [3, 7]
+    assert ordinals(await pass_on(reward)) == [0, 3, 7]
 
 
 async def test_a_new_term_first_collects_what_the_last_one_had_not_settled(run: StreamsRun) -> None:

@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import shutil
+import signal
 import time
 from collections.abc import AsyncIterator
 from importlib import resources
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -107,6 +110,8 @@ async def test_lost_replies_of_the_learner_change_nothing(
     assert await redis_run.attempts(Stream.PROMPTS) == [(0, 0), (1, 0), (2, 0)]
     await pass_on(redis_run.worker())
     await pass_on(redis_run.worker("reward"))
+    with pytest.raises(ServiceUnavailable, match="was away"):
+        await learner.collect()
     proxy.cut_after(0)
     with pytest.raises(ServiceUnavailable, match=r"scored groups.*is it running"):
         await learner.collect()
@@ -201,7 +206,7 @@ async def test_after_an_outage_nobody_is_robbed_before_it_could_beat(
 async def test_after_an_outage_and_one_more_idle_time_the_dead_are_claimed(
     own_server: RedisServer,
 ) -> None:
-    run = StreamsRun(own_server.url, beat_seconds=0.01, min_idle_seconds=0.2)
+    run = StreamsRun(own_server.url, beat_seconds=0.01, min_idle_seconds=0.6)
     learner, dead, peer = await run.learner(), run.worker(), run.worker()
     await learner.issue(make_tasks(1))
     assert await until(lambda: dead.take(1), "the task")
@@ -213,16 +218,87 @@ async def test_after_an_outage_and_one_more_idle_time_the_dead_are_claimed(
     await run.close()
 
 
-async def test_claims_wait_when_the_server_has_just_started(redis_run: StreamsRun) -> None:
+async def test_after_a_silence_of_all_nobody_is_taken_for_dead(redis_run: StreamsRun) -> None:
+    """The server or the way to it was away, and nobody who could tell is left."""
     run = redis_run
-    run.settings = run.settings.model_copy(update={"min_idle_seconds": 3600.0})
-    learner, dead, peer = await run.learner(), run.worker(), run.worker()
-    assert isinstance(peer, RedisWorkerStreams)
-    peer._claims_from = None  # as any worker starts
+    learner, worker = await run.learner(), run.worker()
     await learner.issue(make_tasks(1))
-    assert await dead.take(1)
-    await run.idle()
-    assert await peer.take(1, wait_seconds=0.0) == []
+    held = await worker.take(1)
+    await run.silence()
+    newcomer = run.worker()
+    assert await newcomer.take(1, wait_seconds=0.0) == []
+    assert await worker.beat(held) == set()
+    await run.idle()  # and now it is silent while others are not
+    assert ordinals(await newcomer.take(1)) == [0]
+
+
+async def test_a_frozen_server_makes_nobody_rob_anyone(own_server: RedisServer) -> None:
+    """Commands that were sent to it are done when it wakes, long after they were sent: also those to claim."""
+    run = StreamsRun(own_server.url, min_idle_seconds=0.6, beat_seconds=0.1)
+    learner, worker, peer = await run.learner(), run.worker(), run.worker()
+    await learner.issue(make_tasks(1))
+    held = await worker.take(1)
+    for _ in range(7):  # longer than the idle time, so that claims are allowed
+        assert await peer.take(1, wait_seconds=0.1) == []
+        assert await worker.beat(held) == set()
+    taking = asyncio.create_task(peer.take(1, wait_seconds=1.2))
+    assert own_server.process is not None
+    own_server.process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(0.9)
+    own_server.process.send_signal(signal.SIGCONT)
+    assert await worker.beat(held) == set()
+    while not taking.done():
+        assert await worker.beat(held) == set()
+        await asyncio.sleep(0.1)
+    assert await taking == []
+    await run.close()
+
+
+async def test_the_learner_hears_of_an_outage_that_another_call_sat_out(
+    own_server: RedisServer, tmp_path: Path
+) -> None:
+    """The server comes back as it was a while ago, as after a failover; its groups are there."""
+    run = StreamsRun(own_server.url)
+    learner, worker = await run.learner(), run.worker()
+    await learner.issue(make_tasks(2))
+    await until(lambda: written(own_server.url), "the append-only file to be written")
+    older = shutil.copytree(own_server.log.parent, tmp_path / "older")
+    await learner.issue([make_task(2)])
+    held = await worker.take(1)
+    own_server.kill()
+    looking = asyncio.create_task(learner.members())
+    await asyncio.sleep(0.1)
+    shutil.rmtree(own_server.log.parent)
+    shutil.copytree(older, own_server.log.parent)
+    own_server.start()
+    await looking
+    with pytest.raises(ServiceUnavailable, match="was away"):
+        await learner.collect()
+    assert sorted(await learner.in_flight()) == [0, 1]
+    assert await learner.issue([make_task(2, attempt=1)]) == 1
+    assert await worker.beat(held) == {held[0].key}
+    assert not await worker.hand_off(held[0], make_result(held[0]))
+    assert ordinals(await pass_on(worker)) == [0, 1, 2]
+    await run.close()
+
+
+async def test_what_is_in_flight_is_really_there(redis_run: StreamsRun) -> None:
+    run = redis_run
+    learner, worker, reward = await run.learner(), run.worker(), run.worker("reward")
+    await learner.issue(make_tasks(6))
+    for delivery in (await worker.take(6))[:4]:
+        if delivery.record.ordinal == 0:
+            await worker.fail(delivery, "bad", final=True)
+        else:
+            await worker.hand_off(delivery, make_result(delivery))
+    await pass_on(reward, limit=1)
+    assert sorted(await learner.in_flight()) == [0, 1, 2, 3, 4, 5]
+    letter, scored = sorted(await learner.collect(), key=lambda d: d.stream)
+    assert sorted(await learner.in_flight()) == [0, 1, 2, 3, 4, 5]
+    await learner.settle([letter, scored], [])
+    for entry_id, _ in await run.client.xrange(run.keys.stream(Stream.PROMPTS)):
+        await run.client.xdel(run.keys.stream(Stream.PROMPTS), entry_id)
+    assert sorted(await learner.in_flight()) == [2, 3]
 
 
 async def test_an_outage_ends_the_process_after_its_limit(own_server: RedisServer) -> None:
@@ -454,6 +530,11 @@ async def test_names_of_the_dead_go_once_they_hold_nothing(redis_run: StreamsRun
     await pass_on(peer)
     await peer.beat([])
     assert await consumers(run) <= {"peer", "handed-back"}
+    await learner.issue([make_task(1)])
+    [held] = await peer.take(1)
+    await peer.leave()
+    assert "peer" in await consumers(run)
+    await peer.hand_back([held])
     await peer.leave()
     assert "peer" not in await consumers(run)
 

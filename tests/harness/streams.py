@@ -53,8 +53,6 @@ class StreamsRun:
             worker = MemoryWorkerStreams(self.server, role, name, self.settings)
         else:
             worker = RedisWorkerStreams(self.server, self.run_id, role, name, self.settings)
-            # The server is younger than the minimum idle time, but no heartbeat was missed.
-            worker._claims_from = 0.0
         self._opened.append(worker)
         return worker
 
@@ -85,15 +83,26 @@ class StreamsRun:
         for role in get_args(Role):
             beats = await self.client.zrange(self.keys.members(role), 0, -1, withscores=True)
             for member, beat in beats:
-                at = beat - 1000 * self.settings.min_idle_seconds
-                await self.client.zadd(self.keys.members(role), {member: at})
+                await self.client.zadd(self.keys.members(role), {member: beat - self._idle_ms})
+
+        # Somebody was heard of all the time.
+        if await self.client.hexists(self.keys.awake, "since"):
+            await self.client.hincrby(self.keys.awake, "since", -self._idle_ms)
+
+    async def silence(self) -> None:
+        """Lets the minimum idle time pass, in which nobody at all was heard of."""
+        await self.idle()
+        await self.client.hincrby(self.keys.awake, "seen", -self._idle_ms)
+
+    @property
+    def _idle_ms(self) -> int:
+        return int(1000 * self.settings.min_idle_seconds)
 
     async def _age(self, stream: str, group: str) -> None:
         """Makes all pending entries idle for the minimum idle time; owners and counts stay."""
-        aged = int(1000 * self.settings.min_idle_seconds)
         for row in await self.client.xpending_range(stream, group, "-", "+", 1000):
             owner, entry_id = row["consumer"], row["message_id"]
-            idle = row["time_since_delivered"] + aged
+            idle = row["time_since_delivered"] + self._idle_ms
             await self.client.xclaim(stream, group, owner, 0, [entry_id], idle=idle, justid=True)
 
     async def empty(self) -> None:

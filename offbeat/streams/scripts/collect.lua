@@ -1,11 +1,12 @@
 #!lua flags=allow-oom
 -- The learner collects: first what earlier terms had collected and not settled, then what is new.
--- KEYS: term, then the streams
--- ARGV: term, group, consumer, limit
+-- KEYS: term, awake, then the streams
+-- ARGV: term, group, consumer, limit, gap ms (see `may_claim`)
 -- Returns {entries, newest id of each stream}; an entry is {stream index, id, fields}.
 
 local refused = fenced(KEYS[1], ARGV[1])
 if refused then return refused end
+may_claim(KEYS[2], now_ms(), ARGV[5], 0)
 local group, consumer, room = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local found = {}
 local function deliver(s, entry)
@@ -13,8 +14,8 @@ local function deliver(s, entry)
   room = room - 1
 end
 
-for s = 1, #KEYS - 1 do
-  local stream = KEYS[1 + s]
+for s = 1, #KEYS - 2 do
+  local stream = KEYS[2 + s]
   for _, owner in ipairs(redis.call('XPENDING', stream, group)[4] or {}) do
     local rows = {}
     if owner[1] ~= consumer and room > 0 then
@@ -30,13 +31,13 @@ for s = 1, #KEYS - 1 do
     end
   end
 end
-for s = 1, #KEYS - 1 do
+for s = 1, #KEYS - 2 do
   if room > 0 then
-    local reply = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', room, 'STREAMS', KEYS[1 + s], '>')
+    local reply = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', room, 'STREAMS', KEYS[2 + s], '>')
     for _, entry in ipairs(reply and reply[1][2] or {}) do deliver(s, entry) end
   end
 end
 
 local ids = {}
-for s = 1, #KEYS - 1 do ids[s] = newest(KEYS[1 + s]) end
+for s = 1, #KEYS - 2 do ids[s] = newest(KEYS[2 + s]) end
 return {found, ids}

@@ -37,8 +37,8 @@ end
 
 -- Number of entries that `consumer` holds.
 local function held_by(stream, group, consumer)
-  local summary = redis.call('XPENDING', stream, group)
-  for _, row in ipairs(summary[4] or {}) do
+  local summary = redis.pcall('XPENDING', stream, group)
+  for _, row in ipairs(not summary.err and summary[4] or {}) do
     if row[1] == consumer then return tonumber(row[2]) end
   end
   return 0
@@ -77,6 +77,17 @@ local function bury(stream, group, id, dead, lone, name, reason, worker, deliver
   }
   add(dead, first, fields)
   return 1
+end
+
+-- Notes that somebody works on the run, and returns whether entries of silent workers may be claimed. When nobody at
+-- all was heard of for `gap_ms`, Redis or the way to it was away, not a worker: for one idle time after that, nobody is
+-- taken for dead. Redis must tell, not the caller: a command that waited in the buffer of a frozen server is late, too.
+local function may_claim(awake, now, gap_ms, min_idle)
+  local state = map(redis.call('HGETALL', awake))
+  local since = tonumber(state['since'] or '0')
+  if now - tonumber(state['seen'] or '0') > tonumber(gap_ms) then since = now end
+  redis.call('HSET', awake, 'seen', whole(now), 'since', whole(since))
+  return now - since >= tonumber(min_idle)
 end
 
 -- An error once a newer learner has begun; nil otherwise. A Redis that was emptied learns the term again.

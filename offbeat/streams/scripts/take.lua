@@ -1,25 +1,27 @@
 #!lua flags=allow-oom
 -- A worker takes entries: its fair share of what there is, those of dead workers first.
--- KEYS: members, lone, dead, then the streams in order of priority
--- ARGV: group, consumer, limit, held version (or -1: not gated), minimum idle ms, claims allowed (1 or 0),
---       number of streams, their short names ..., then lone_field of each entry that the process knows it holds
+-- KEYS: members, lone, dead, awake, then the streams in order of priority
+-- ARGV: group, consumer, limit, held version (or -1: not gated), minimum idle ms, whether the caller would claim (1 or 0),
+--       gap ms (see `may_claim`), number of streams, their short names ...,
+--       then lone_field of each entry that the process knows it holds
 -- Returns {entries, newest id of each stream, number of entries in the streams that it could not take};
 -- an entry is {stream index, id, deliveries, 1 when alone, fields}.
 
 local members, lone, dead = KEYS[1], KEYS[2], KEYS[3]
 local group, consumer, limit, held_version = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local min_idle, claims_allowed, count = tonumber(ARGV[5]), ARGV[6] == '1', tonumber(ARGV[7])
+local min_idle, count = tonumber(ARGV[5]), tonumber(ARGV[8])
 local names, known = {}, {}
-for i = 1, count do names[i] = ARGV[7 + i] end
-for i = 8 + count, #ARGV do known[ARGV[i]] = true end
+for i = 1, count do names[i] = ARGV[8 + i] end
+for i = 9 + count, #ARGV do known[ARGV[i]] = true end
 
 local now = now_ms()
+local claims_allowed = may_claim(KEYS[4], now, ARGV[7], min_idle) and ARGV[6] == '1'
 redis.call('ZADD', members, whole(now), consumer)
 
 -- What the process gave up or never got does not count as held, or it would bar the worker until somebody claims it.
 local total, held = 0, 0
 for s = 1, count do
-  local stream = KEYS[3 + s]
+  local stream = KEYS[4 + s]
   total = total + redis.call('XLEN', stream)
   for _, row in ipairs(redis.call('XPENDING', stream, group, '-', '+', 10000, consumer)) do
     if known[lone_field(stream, row[1])] then held = held + 1 end
@@ -56,7 +58,7 @@ end
 
 -- Changes the owner; the delivery is counted. The state of "alone" is written before the worker knows of the entry.
 local function claim(s, row, alone)
-  local stream, id = KEYS[3 + s], row[1]
+  local stream, id = KEYS[4 + s], row[1]
   local entry = redis.call('XCLAIM', stream, group, consumer, 0, id)[1]
   if not entry then return end
   if alone == 1 then redis.call('HSET', lone, lone_field(stream, id), 'now:' .. consumer) end
@@ -65,7 +67,7 @@ end
 
 -- Splits the candidates into those that may run beside others and those that must not; buries what died alone.
 local function sort(s)
-  local stream, normal, single = KEYS[3 + s], {}, {}
+  local stream, normal, single = KEYS[4 + s], {}, {}
   for _, row in ipairs(candidates(stream)) do
     local state = redis.call('HGET', lone, lone_field(stream, row[1])) or ''
     if string.sub(state, 1, 4) == 'now:' and row[2] ~= HANDED_BACK then
@@ -105,7 +107,7 @@ local function take()
     if #found > 0 then return end
   end
   for s = 1, count do
-    local stream = KEYS[3 + s]
+    local stream = KEYS[4 + s]
     for _, row in ipairs(normal[s]) do
       if room > 0 then claim(s, row, 0) end
     end
@@ -120,5 +122,5 @@ end
 if room > 0 then take() end
 
 local ids = {}
-for s = 1, count do ids[s] = newest(KEYS[3 + s]) end
+for s = 1, count do ids[s] = newest(KEYS[4 + s]) end
 return {found, ids, total - held - #found}
