@@ -133,11 +133,11 @@ class Soak:
         done = [line["time"] for line in self._run.steps]
         return [
             sum(start <= at < start + WINDOW_SECONDS for at in done) / WINDOW_SECONDS
-            for start in _windows(began, ended, self.troubled)
+            for start in windows(began, ended, self.troubled)
         ]
 
 
-def _windows(began: float, ended: float, troubled: list[tuple[float, float]]) -> Iterator[float]:
+def windows(began: float, ended: float, troubled: list[tuple[float, float]]) -> Iterator[float]:
     """Starts of the windows, one after the other, that lie between troubles."""
     start = began
     while start + WINDOW_SECONDS <= ended:
