@@ -254,6 +254,8 @@ class VersionStore:
         bare.CopyFrom(entry.manifest)
         bare.ClearField("tensors")
         bare.ClearField("parity")
+        # Cleared fields keep their memory as long as their message lives; the message made anew has none of it.
+        bare = checkpoint.Manifest.FromString(bare.SerializeToString())
         self._put(StoredVersion(bare, entry.folder, available=False))
         entry.weights.unlink(missing_ok=True)
         for path in entry.folder.glob(DELTAS):

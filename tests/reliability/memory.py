@@ -29,9 +29,9 @@ class Growth:
     low: float
     high: float
 
-    def shown(self, share_per_hour: float) -> bool:
-        """Whether the service is shown to grow by more than that share of its size in an hour."""
-        return self.low > share_per_hour * self.median_mib
+    def shown(self, share_per_hour: float, mib_per_hour: float = 0.0) -> bool:
+        """Whether the service is shown to grow by more than that share of its size in an hour, and than so many MiB."""
+        return self.low > max(mib_per_hour, share_per_hour * self.median_mib)
 
 
 @dataclass
