@@ -9,6 +9,7 @@ with the rounds that it lacks.
 import json
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -60,6 +61,14 @@ class Struck:
     """Since the start of the round."""
 
 
+def commit() -> str:
+    """The commit that is tried."""
+    folder = Path(__file__).parent
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 @dataclass
 class Found:
     """What a round found."""
@@ -79,6 +88,7 @@ class Found:
     completions: int = 0
     torn: int = 0
     stale: int = 0
+    commit: str = field(default_factory=commit)
 
     def check(self) -> None:
         """Raises AssertionError when a promise was broken."""

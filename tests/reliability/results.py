@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -43,13 +42,9 @@ def _read(file: Path) -> Result | None:
 
 
 def _head() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
     return (
         "# Faults, and what came of them\n\n"
-        f"{time.strftime('%Y-%m-%d')}, commit {done.stdout.strip() or 'unknown'}, "
-        f"{os.cpu_count()} cores that other work was running on as well, so seconds are those of a busy machine. "
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores that other work was running on as well, so seconds are those of a busy machine. "
         "Deterministic engine; Redis, gRPC, DeepSpeed, files and processes are real. Written by `make reliability` and "
         "`make soak`; [docs/reliability.md](../reliability.md) says what is promised."
     )
@@ -64,8 +59,8 @@ def _campaign(rounds: Sequence[Result], stale: Result | None) -> str:
         f"`make reliability SEED={rounds[0]['seed']}`: {faults} faults, up to three under way at once, "
         f"in {minutes:.0f} minutes. At the end of each run the command itself is killed, and the run is resumed.",
         "",
-        "| run | Redis | steps | ordinals | terms | issued again | steps trained again | given up | lags |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| run | commit | Redis | steps | ordinals | terms | issued again | steps trained again | given up | lags |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in rounds:
         audit = result["audit"]
@@ -73,8 +68,8 @@ def _campaign(rounds: Sequence[Result], stale: Result | None) -> str:
         schedule = result["sections"]["schedule"]
         mode = schedule.get("lag_mode", "at_most")
         lines.append(
-            f"| max_lag {result['max_lag']}, {mode} | {result['server']} | {audit['steps']} | {audit['ordinals']} "
-            f"| {audit['terms']} | {audit['reissued']} | {audit['retrained_steps']} | {audit['dead']} | {lags} |"
+            f"| max_lag {result['max_lag']}, {mode} | {result['commit']} | {result['server']} | {audit['steps']} "
+            f"| {audit['ordinals']} | {audit['terms']} | {audit['reissued']} | {audit['retrained_steps']} | {audit['dead']} | {lags} |"
         )
     return "\n".join(lines)
 
@@ -128,7 +123,7 @@ def _soak(soak: Result) -> str:
     lines = [
         "## The soak",
         "",
-        f"`make soak MINUTES={soak['minutes']:g} SEED={soak['seed']}`: {len(soak['faults'])} faults in "
+        f"`make soak MINUTES={soak['minutes']:g} SEED={soak['seed']}`, commit {soak['commit']}: {len(soak['faults'])} faults in "
         f"{soak['seconds'] / 60:.0f} minutes, {audit['ordinals']} ordinals, {audit['terms']} terms. Missing "
         f"{soak['missing']}, trained twice {soak['trained_twice']}, lag above the bound {soak['lag_above_bound']}, "
         f"torn {soak['torn']} of {soak['completions']} completions, writes of an overtaken learner {soak['stale']}.",
