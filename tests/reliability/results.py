@@ -44,9 +44,9 @@ def _read(file: Path) -> Result | None:
 def _head() -> str:
     return (
         "# Faults, and what came of them\n\n"
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores that other work was running on as well, so seconds are those of a busy machine. "
-        "Deterministic engine; Redis, gRPC, DeepSpeed, files and processes are real. Written by `make reliability` and "
-        "`make soak`; [docs/reliability.md](../reliability.md) says what is promised."
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores on which other work was running as well, so seconds are "
+        "those of a busy machine. Deterministic engine; Redis, gRPC, DeepSpeed, files and processes are real. Written by "
+        "`make reliability` and `make soak`; [docs/reliability.md](../reliability.md) says what is promised."
     )
 
 
@@ -67,10 +67,14 @@ def _campaign(rounds: Sequence[Result], stale: Result | None) -> str:
         lags = ", ".join(f"{lag}: {count}" for lag, count in audit["lag_counts"].items())
         schedule = result["sections"]["schedule"]
         mode = schedule.get("lag_mode", "at_most")
-        lines.append(
-            f"| max_lag {result['max_lag']}, {mode} | {result['commit']} | {result['server']} | {audit['steps']} "
-            f"| {audit['ordinals']} | {audit['terms']} | {audit['reissued']} | {audit['retrained_steps']} | {audit['dead']} | {lags} |"
-        )
+        cells = [
+            f"max_lag {result['max_lag']}, {mode}",
+            *(result[name] for name in ("commit", "server")),
+            *(audit[name] for name in ("steps", "ordinals", "terms", "reissued")),
+            *(audit[name] for name in ("retrained_steps", "dead")),
+            lags,
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -123,8 +127,8 @@ def _soak(soak: Result) -> str:
     lines = [
         "## The soak",
         "",
-        f"`make soak MINUTES={soak['minutes']:g} SEED={soak['seed']}`, commit {soak['commit']}: {len(soak['faults'])} faults in "
-        f"{soak['seconds'] / 60:.0f} minutes, {audit['ordinals']} ordinals, {audit['terms']} terms. Missing "
+        f"`make soak MINUTES={soak['minutes']:g} SEED={soak['seed']}`, commit {soak['commit']}: "
+        f"{len(soak['faults'])} faults in {soak['seconds'] / 60:.0f} minutes, {audit['ordinals']} ordinals, {audit['terms']} terms. Missing "
         f"{soak['missing']}, trained twice {soak['trained_twice']}, lag above the bound {soak['lag_above_bound']}, "
         f"torn {soak['torn']} of {soak['completions']} completions, writes of an overtaken learner {soak['stale']}.",
         "",
