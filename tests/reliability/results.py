@@ -45,8 +45,8 @@ def _head() -> str:
     return (
         "# Faults, and what came of them\n\n"
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores on which other work was running as well, so seconds are "
-        "those of a busy machine. Deterministic engine; Redis, gRPC, DeepSpeed, files and processes are real. Written by "
-        "`make reliability` and `make soak`; [docs/reliability.md](../reliability.md) says what is promised."
+        "those of a busy machine. Deterministic engine; Redis, gRPC, DeepSpeed, files and processes are real. Written "
+        "by `make reliability` and `make soak`; [docs/reliability.md](../reliability.md) says what is promised."
     )
 
 
@@ -109,7 +109,7 @@ def _recovery(rounds: Sequence[Result], stale: Result | None) -> str:
     lines = [
         "Recovery is the time from the fault until: a killed or frozen worker's entries are handed on by others and "
         "all workers are there; the next learner has trained a step; after other faults one or two further steps are "
-        "trained. Another fault under way is part of it.",
+        "trained. Another fault under way is part of it: where a step is waited for, mostly a learner that was killed.",
         "",
         "| fault | times | p50 s | p95 s |",
         "|---|---|---|---|",
@@ -128,7 +128,8 @@ def _soak(soak: Result) -> str:
         "## The soak",
         "",
         f"`make soak MINUTES={soak['minutes']:g} SEED={soak['seed']}`, commit {soak['commit']}: "
-        f"{len(soak['faults'])} faults in {soak['seconds'] / 60:.0f} minutes, {audit['ordinals']} ordinals, {audit['terms']} terms. Missing "
+        f"{len(soak['faults'])} faults in {soak['seconds'] / 60:.0f} minutes, {audit['ordinals']} ordinals, "
+        f"{audit['terms']} terms. Missing "
         f"{soak['missing']}, trained twice {soak['trained_twice']}, lag above the bound {soak['lag_above_bound']}, "
         f"torn {soak['torn']} of {soak['completions']} completions, writes of an overtaken learner {soak['stale']}.",
         "",
