@@ -5,6 +5,7 @@ complete), or the name of the service's own file when both are on one host.
 """
 
 import asyncio
+import contextlib
 import os
 import uuid
 from collections.abc import Callable
@@ -211,11 +212,10 @@ def _map(header: checkpoint.FetchHeader) -> int:
         descriptor = os.open(header.mapped_path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise NotThisHost(f"the service's files can't be read here: {error}") from error
-    try:
+    with contextlib.ExitStack() as unless_verified:
+        unless_verified.callback(os.close, descriptor)
         verify_file(Path(f"/proc/self/fd/{descriptor}"), header.manifest, strict=False)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        unless_verified.pop_all()
     return descriptor
 
 
