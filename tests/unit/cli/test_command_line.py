@@ -63,6 +63,17 @@ def test_version(offbeat: Offbeat) -> None:
     assert offbeat("--version").stdout == f"offbeat {__version__}\n"
 
 
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout == f"offbeat {__version__}\n"
+
+
 def test_a_misspelt_key_is_named_with_what_is_allowed(
     offbeat: Offbeat, recipe: Path, tmp_path: Path
 ) -> None:
