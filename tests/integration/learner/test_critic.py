@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from offbeat.errors import ModelError
 from services.learner.critic import load_critic
 from services.learner.trainer import Trainer
-from tests.harness.training import Ranks, make_policy, make_recipe, recorded_groups, run_job
+from tests.harness.training import Ranks, make_recipe, recorded_groups, run_job
 
 SEPARATE = {"name": "ppo", "critic": "separate", "critic_lr": 3e-3}
 SHARED = {"name": "ppo", "critic": "shared_head"}
@@ -21,18 +20,6 @@ BOTH = pytest.mark.parametrize("loss", [SEPARATE, SHARED], ids=lambda loss: loss
 CUT = {"mini_batches": 2, "passes": 2, "micro_batch_tokens": 150}
 
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    pair = Ranks(tmp_path_factory.mktemp("ranks"), 2)
-    yield pair
-    pair.close()
 
 
 def distance(left: Weights, right: Weights) -> float:

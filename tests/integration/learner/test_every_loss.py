@@ -10,14 +10,9 @@ import pytest
 from offbeat.config.load import load_recipe
 from services.learner.trainer import Trainer
 from tests.harness.losses import FAMILIES, is_policy_gradient
-from tests.harness.training import make_policy, make_recipe, recorded_groups
+from tests.harness.training import make_recipe, recorded_groups
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "arithmetic_tiny.yaml"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,6 @@ LORA = {"r": 4}
 SEQUENCES = [[5, 6, 7, 9, 11], [8, 9]]
 
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    pair = Ranks(tmp_path_factory.mktemp("ranks"), 2)
-    yield pair
-    pair.close()
 
 
 def recipe_of(policy: Path, loss: dict[str, Any] = DPO, **learner: Any) -> Recipe:

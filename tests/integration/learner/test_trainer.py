@@ -37,19 +37,6 @@ CUTS = [
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two ranks."""
-    pair = Ranks(tmp_path_factory.mktemp("ranks"), 2)
-    yield pair
-    pair.close()
-
-
 def train(policy: Path, loss: dict[str, Any], steps: range = range(3), **learner: Any) -> Weights:
     recipe = make_recipe(policy, loss=loss, **learner)
     snapshot, _ = run_job({"recipe": recipe.model_dump(), "steps": list(steps)})
