@@ -1,6 +1,6 @@
 """What the report shows, section by section. Used by `page`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from offbeat.report import costs, figures
 from offbeat.report.charts import Chart, Section, line_chart
@@ -16,7 +16,7 @@ def sections(run: RunData) -> list[Section]:
             "Learning",
             "The reward that is trained on should rise, and the held-out results with it; "
             "a reward that rises alone is being gamed.",
-            _present(_reward, _passed, _evaluations, _components, run=run),
+            [*_present(_reward, _passed, run=run), *_evaluations(run)],
         ),
         Section(
             "staleness",
@@ -81,57 +81,64 @@ def _passed(run: RunData) -> Chart | None:
     )
 
 
-def _evaluations(run: RunData) -> Chart | None:
-    """Every evaluated share that comes with an interval: pass@1, win-rate."""
-    return _evaluation_chart(
-        run,
-        "evaluation",
-        "Held-out results",
-        "Share of held-out prompts with its 95 % interval. Intervals that overlap are no gain yet.",
-        with_interval=True,
-    )
-
-
-def _components(run: RunData) -> Chart | None:
-    """All other numbers of the evaluations, such as their mean reward."""
-    return _evaluation_chart(
-        run,
-        "evaluation-rest",
-        "Held-out rewards and components",
-        "What the evaluations measured beside: look for a component that falls while the total rises.",
-        with_interval=False,
-    )
-
-
 COUNTS = {"prompts", "dead", "other_version"}
+BOUNDS = ("_low", "_high")
+SHARE = "pass@"
+"""What a name of an evaluated share begins with; all else is a number on a scale of its own."""
+
+
+def _evaluations(run: RunData) -> list[Chart]:
+    """Evaluated shares in one chart, then a chart for each other number: perplexity and reward share no axis."""
+    by_what: dict[str, list[str]] = {}
+    for key in _evaluated(run):
+        what = key.split("/", 2)[2]
+        by_what.setdefault(SHARE if what.startswith(SHARE) else what, []).append(key)
+    charts = []
+    if shares := by_what.pop(SHARE, None):
+        caption = "Share of held-out prompts with its 95 % interval. Intervals that overlap are no gain yet."
+        charts.append(
+            _evaluation_chart(run, "evaluation", "Held-out results", caption, shares, form="0.0%")
+        )
+    for number, what in enumerate(sorted(by_what, key=lambda what: (what != "reward", what))):
+        title = f"Held-out {what.removeprefix('component/')}"
+        caption = "Mean over held-out prompts" + (
+            " of the total reward, with its 95 % interval."
+            if what == "reward"
+            else " of one reward function, with its 95 % interval: it may fall while the total rises."
+        )
+        charts.append(_evaluation_chart(run, f"evaluation-{number}", title, caption, by_what[what]))
+    return charts
+
+
+def _evaluated(run: RunData) -> list[str]:
+    """Names of what the evaluations measured, sorted: eval/MODE/pass@1, eval/MODE/component/NAME …"""
+    found = {key for line in run.metrics.evaluations for key in line if key.startswith("eval/")}
+    bounds = {key + bound for key in found for bound in BOUNDS}
+    return sorted(key for key in found - bounds if key.rpartition("/")[2] not in COUNTS)
 
 
 def _evaluation_chart(
-    run: RunData, name: str, title: str, caption: str, *, with_interval: bool
-) -> Chart | None:
+    run: RunData,
+    name: str,
+    title: str,
+    caption: str,
+    keys: Sequence[str],
+    *,
+    form: str = "0.[0000]",
+) -> Chart:
     lines = run.metrics.evaluations
-    found = sorted({key for line in lines for key in line if key.startswith("eval/")})
-    bounds = {key for key in found if key.endswith(("_low", "_high"))}
-    names = [
-        key
-        for key in found
-        if key not in bounds
-        and key.rpartition("/")[2] not in COUNTS
-        and (f"{key}_low" in bounds) == with_interval
-    ]
-    if not names:
-        return None
     steps = sorted({line["step"] for line in lines})
     drawn = []
-    for number, key in enumerate(names[: len(CYCLE)]):
+    for number, key in enumerate(keys[: len(CYCLE)]):
         at = {line["step"]: line for line in lines if key in line}
-        values = [
-            [at.get(step, {}).get(key + end) for step in steps] for end in ("", "_low", "_high")
-        ]
-        low, high = (values[1], values[2]) if with_interval else ((), ())
-        label = key.removeprefix("eval/").replace("/", " ")
-        drawn.append(Line(label, values[0], CYCLE[number], low=low, high=high, dots=True))
-    drawing = figures.lines(steps, drawn, form="0.0%" if with_interval else "0.[0000]")
+        values, low, high = (
+            [at.get(step, {}).get(key + end) for step in steps] for end in ("", *BOUNDS)
+        )
+        if not any(bound is not None for bound in low):
+            low, high = [], []
+        label = key.removeprefix("eval/").replace("/component/", " ").replace("/", " ")
+        drawn.append(Line(label, values, CYCLE[number], low=low, high=high, dots=True))
+    drawing = figures.lines(steps, drawn, form=form)
     return Chart(name, title, caption, drawing, [(line.label, line.colour) for line in drawn])
 
 

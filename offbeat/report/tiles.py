@@ -90,33 +90,47 @@ def _reward(run: RunData) -> Tile | None:
 
 
 def _heldout(run: RunData) -> list[Tile]:
-    """One for each held-out share with an interval, its first and its last value."""
+    """One for each of the first held-out numbers with an interval, its first and its last value; shares come first."""
     lines = run.metrics.evaluations
-    names = sorted({key[: -len("_low")] for line in lines for key in line if key.endswith("_low")})
+    names = {key[: -len("_low")] for line in lines for key in line if key.endswith("_low")}
     found = []
-    for name in names[:3]:
+    for name in sorted(names, key=_importance)[:3]:
         seen = [line for line in lines if line.get(name) is not None]
         if not seen:
             continue
         first, last = seen[0], seen[-1]
-        label = name.removeprefix("eval/").replace("/", " ")
+        label = name.removeprefix("eval/").replace("/component/", " ").replace("/", " ")
+        change, mood = _change(first[name], last[name])
         found.append(
             Tile(
                 f"Held-out {label}",
                 f"{first[name]:.3f} → {last[name]:.3f}" if len(seen) > 1 else f"{last[name]:.3f}",
                 _interval(name, last),
-                *_change(first[name], last[name]),
+                change,
+                # Of a component nobody knows here whether more is better: perplexity, length.
+                mood if "/component/" not in name else "",
                 spark=sparkline([line[name] for line in seen]),
             )
         )
     return found
 
 
+def _importance(name: str) -> tuple[bool, bool, str]:
+    """Sorts shares first, then rewards, then components."""
+    return not _is_share(name), "/component/" in name, name
+
+
+def _is_share(name: str) -> bool:
+    return name.rpartition("/")[2].startswith("pass@")
+
+
 def _interval(name: str, line: Record) -> str:
     low, high = line.get(f"{name}_low"), line.get(f"{name}_high")
     if low is None or high is None:
         return f"at step {line['step']}"
-    return f"95 %: {max(low, 0):.3f} to {high:.3f}, step {line['step']}"
+    # The interval of a share of 0 begins at 0, but for rounding.
+    low = max(low, 0.0) if _is_share(name) else low
+    return f"95 %: {low:.3f} to {high:.3f}, step {line['step']}"
 
 
 def _change(start: float, end: float) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from offbeat.report.run_data import gather
 RESUMED = Path(__file__).parents[2] / "data" / "resumed_run"
 SECTIONS = ("learning", "staleness", "time", "weights", "optimisation", "samples", "setup")
 CHARTS = {
-    *("reward", "passed", "evaluation", "evaluation-rest", "kl", "drift", "lag", "ess", "timeline"),
+    *("reward", "passed", "evaluation", "evaluation-0", "kl", "drift", "lag", "ess", "timeline"),
     *("step-time", "throughput", "updates", "bytes", "loss", "gradient", "rate", "entropy"),
     *("lengths", "endings"),
 }

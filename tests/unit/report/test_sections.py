@@ -1,6 +1,8 @@
 """Numbers behind the charts and tiles."""
 
 import itertools
+import json
+import math
 from collections import defaultdict
 
 import pytest
@@ -9,6 +11,7 @@ from offbeat.report.costs import MOST_INTERVALS, shortened, update_costs
 from offbeat.report.figures import moving_average, thinned
 from offbeat.report.records import Interval
 from offbeat.report.run_data import gather
+from offbeat.report.sections import sections
 from offbeat.report.tiles import duration, sparkline, tiles
 
 
@@ -50,6 +53,53 @@ def test_tiles_tell_start_and_end(run_folder):
     assert found["Lag, mean"].detail == "at most 1 steps, bound 1"
     assert found["Waiting"].detail == "learner / generator / reward"
     assert len(found["Training reward"].spark.split()) == 14
+
+
+def evaluate(folder, **measured):
+    """Adds two greedy evaluations to a run: name -> (value before, value after), with bounds around them."""
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        for place, step in enumerate((0, 14)):
+            line = {"kind": "evaluation", "mode": "greedy", "step": step, "term": 2, "version": 20}
+            for name, values in measured.items():
+                key = f"eval/greedy/{name.replace('__', '/')}"
+                value = values[place]
+                line |= {key: value, f"{key}_low": value - 0.5, f"{key}_high": value + 0.5}
+            file.write(json.dumps(line | {"time": 1.8e9 + step}) + "\n")
+
+
+def test_only_shares_are_drawn_as_shares(run_folder):
+    evaluate(
+        run_folder,
+        **{"component__gold": (-0.25, 0.125), "component__perplexity": (4.0, 6.0)},
+        reward=(0.25, 0.5),
+    )
+    learning = sections(gather(run_folder))[0]
+    charts = {chart.title: chart for chart in learning.charts}
+    formats = {
+        title: getattr(chart.figure.yaxis[0].formatter, "format", "")
+        for title, chart in charts.items()
+    }
+    assert formats["Held-out results"].endswith("%")
+    for title in ("Held-out reward", "Held-out gold", "Held-out perplexity"):
+        assert not formats[title].endswith("%"), title
+    # Each on an axis of its own, with its band.
+    assert [label for label, _ in charts["Held-out perplexity"].legend] == ["greedy perplexity"]
+    (source,) = {line.data_source for line in charts["Held-out gold"].figure.renderers}
+    known = [value for value in source.data["y0"] if not math.isnan(value)]
+    assert known == [-0.25, 0.125]
+    assert min(low for low in source.data["low0"] if not math.isnan(low)) == -0.75
+
+
+def test_tiles_put_shares_first_and_judge_no_component(run_folder):
+    evaluate(run_folder, component__a_perplexity=(4.0, 6.0), component__gold=(-0.25, 0.125))
+    found = [tile for tile in tiles(gather(run_folder)) if tile.label.startswith("Held-out")]
+    assert [tile.label for tile in found] == [
+        "Held-out greedy pass@1", "Held-out sampled pass@1", "Held-out greedy a_perplexity",
+    ]  # fmt: skip
+    assert (found[2].change, found[2].mood) == ("+2.000", "")
+    evaluate(run_folder, component__a=(-0.25, -0.25))
+    found = {tile.label: tile for tile in tiles(gather(run_folder))}
+    assert found["Held-out greedy a"].detail == "95 %: -0.750 to 0.250, step 14"
 
 
 def test_costs_of_weight_updates_are_those_of_the_versions_that_count(run_folder):
