@@ -8,9 +8,20 @@ import pytest
 
 from offbeat.errors import WeightsError
 from offbeat.weights.client import CheckpointClient
-from tests.harness.checkpoints import RUN, Running, client_of, content, publish, serving, until
+from tests.harness.checkpoints import (
+    RUN,
+    SIZE,
+    Running,
+    base_of,
+    client_of,
+    content,
+    policy,
+    publish,
+    serving,
+    stage_and_check,
+    until,
+)
 from tests.harness.proxy import Proxy
-from tests.integration.test_weight_deltas import SIZE, base_of, policy, stage_and_check
 
 
 def relay_of(address: str, folder: Path, **settings: object):  # type: ignore[no-untyped-def]

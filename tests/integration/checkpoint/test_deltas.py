@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -20,71 +19,20 @@ from offbeat.weights.manifest import describe
 from tests.harness.checkpoints import (
     MIB,
     RUN,
+    SIZE,
     Running,
     Tensor,
+    base_of,
     client_of,
     content,
+    policy,
     publish,
+    publish_steps,
     serving,
+    stage_and_check,
     until,
 )
 from tests.harness.proxy import Proxy
-
-SIZE = 6 * MIB
-
-
-def policy(step: int, *, size: int = SIZE) -> list[Tensor]:
-    """Weights in bfloat16, of which each step changes 1 %, and which have a scalar and an empty tensor."""
-    rng = np.random.default_rng(0)
-    large = rng.integers(0, 2**16, size // 2, np.uint16)
-    for number in range(step):
-        places = np.random.default_rng(number + 1).random(len(large)) < 0.01
-        large[places] += 1
-    return [
-        ("empty", "bfloat16", (0, 2), np.empty(0, np.uint16)),
-        ("large", "bfloat16", (len(large),), large),
-        ("scalar", "float32", (), np.array(step, np.float32)),
-    ]
-
-
-def base_of(response: checkpoint.PublishResponse, weights: list[Tensor]) -> PublishBase:
-    return PublishBase(response.manifest, [buffer for *_, buffer in weights])
-
-
-async def publish_steps(client: CheckpointClient, first: int, last: int) -> None:
-    """Publishes steps, each but the first as a delta to the one before."""
-    base = None
-    for step in range(first, last + 1):
-        weights = policy(step)
-        base = base_of(await publish(client, weights, step=step, base=base), weights)
-
-
-async def stage_and_check(
-    client: CheckpointClient, folder: Path, step: int, version: int = 0, **how: bool
-) -> None:
-    weights = await client.stage(folder, version=version, deadline_seconds=60.0, **how)
-    assert weights.manifest.step == step
-    assert weights.path.read_bytes() == content(policy(step))
-    weights.discard()
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Running]:
-    async with serving(tmp_path / "store") as running:
-        yield running
-
-
-@pytest.fixture
-async def learner(service: Running) -> AsyncIterator[CheckpointClient]:
-    async with client_of(service.address, "learner") as client:
-        yield client
-
-
-@pytest.fixture
-async def receiver(service: Running) -> AsyncIterator[CheckpointClient]:
-    async with client_of(service.address, deltas=True) as client:
-        yield client
-
 
 # ---- deltas
 
