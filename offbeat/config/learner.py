@@ -136,6 +136,11 @@ class LearnerSettings(Settings):
         description="Train on no token of a completion that was cut off (DAPO's overlong filtering).",
     )
     ranks: int = Field(1, ge=1, description="Number of processes.")
+    devices: list[int] | None = Field(
+        None,
+        min_length=1,
+        description="GPUs of this machine that `offbeat run` gives to the ranks, one each; null: all are visible.",
+    )
     zero_stage: Literal[0, 1, 2, 3] = 0
     gradient_checkpointing: bool = False
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; null: shared out.")

@@ -51,6 +51,11 @@ class GeneratorSettings(Settings):
 
     engine: EngineSettings = VllmEngine(name="vllm")
     replicas: int = Field(1, ge=0, description="Processes that `offbeat run` starts.")
+    devices: list[int] | None = Field(
+        None,
+        min_length=1,
+        description="GPUs of this machine that `offbeat run` shares out to the replicas; null: all are visible.",
+    )
     weight_update: Literal["in_flight", "drain"] = Field(
         "in_flight",
         description="Whether running completions go on over a weight update or end before it.",
@@ -127,6 +132,11 @@ class RewardSettings(Settings):
 
     functions: list[RewardFunction] = Field(min_length=1)
     replicas: int = Field(1, ge=0, description="Processes that `offbeat run` starts.")
+    devices: list[int] | None = Field(
+        None,
+        min_length=1,
+        description="GPUs of this machine that `offbeat run` shares out to the replicas; null: all are visible.",
+    )
     max_groups: int = Field(16, ge=1, description="Groups scored together.")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: shared out.")
     timeout_seconds: float = Field(

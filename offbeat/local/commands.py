@@ -35,6 +35,8 @@ SECTIONS = {
 }
 """Sections of the recipe that matter to each service."""
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
 LEARNER_STOPS, WORKERS_STOP, CHECKPOINT_STOPS, REDIS_STOPS = range(4)
 """Order of stopping: each may still need those after it while it drains."""
 
@@ -78,7 +80,8 @@ def worker_specs(
                 service=service,
                 index=index,
                 command=service_command(service, str(recipe_file), overrides),
-                env=_environment(recipe, service, cores),
+                env=_environment(recipe, service, cores)
+                | _devices(service, getattr(recipe, service).devices, replicas, index),
                 stop_order=WORKERS_STOP,
             )
             for index in range(replicas)
@@ -87,7 +90,7 @@ def worker_specs(
     learner = ProcessSpec(
         service="learner",
         command=service_command("learner", str(recipe_file), overrides, ranks=ranks),
-        env=_environment(recipe, "learner", cores),
+        env=_environment(recipe, "learner", cores) | _learner_devices(recipe),
         finishes=True,
         stop_order=LEARNER_STOPS,
     )
@@ -114,6 +117,37 @@ def threads_environment(recipe: Recipe, service: str, cores: int | None = None) 
 
 def _environment(recipe: Recipe, service: str, cores: int) -> dict[str, str]:
     return {**threads_environment(recipe, service, cores), "PYTHONUNBUFFERED": "1"}
+
+
+def _devices(
+    service: str, devices: Sequence[int] | None, replicas: int, index: int
+) -> dict[str, str]:
+    """GPUs that a replica sees: its share of `devices`; a single one is shared. Raises `ConfigError`."""
+    if devices is None:
+        return {}
+    if len(devices) == 1:
+        share = list(devices)
+    elif len(devices) % replicas:
+        raise ConfigError(
+            f"{service}.devices: expected one GPU, or a multiple of {service}.replicas = {replicas}, found "
+            f"{len(devices)}; change one of them"
+        )
+    else:
+        size = len(devices) // replicas
+        share = list(devices[index * size : (index + 1) * size])
+    return {VISIBLE_DEVICES: ",".join(map(str, share))}
+
+
+def _learner_devices(recipe: Recipe) -> dict[str, str]:
+    devices, ranks = recipe.learner.devices, recipe.learner.ranks
+    if devices is None:
+        return {}
+    if len(devices) != ranks:
+        raise ConfigError(
+            f"learner.devices: expected a GPU for each of learner.ranks = {ranks}, found {len(devices)}; "
+            "change one of them"
+        )
+    return {VISIBLE_DEVICES: ",".join(map(str, devices))}
 
 
 def _check_ports(service: str, rpc: RpcSettings, replicas: int) -> None:

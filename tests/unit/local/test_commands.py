@@ -54,6 +54,29 @@ def test_several_ranks_go_through_the_launcher(recipe: Recipe) -> None:
     assert learner.command[1:6] == ("-m", "services.learner.launch", "--ranks", "2", "--recipe")
 
 
+def test_gpus_are_shared_out(recipe: Recipe) -> None:
+    assert not any("CUDA_VISIBLE_DEVICES" in spec.env for spec in specs(recipe))
+    found = specs(
+        recipe,
+        generator={"replicas": 2, "devices": [4, 5, 6, 7]},
+        reward={"replicas": 2, "devices": [3]},
+        learner={"ranks": 3, "devices": [0, 1, 2]},
+    )
+    shown = [spec.env["CUDA_VISIBLE_DEVICES"] for spec in found]
+    assert shown == ["4,5", "6,7", "3", "3", "0,1,2"]
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [("generator", {"replicas": 2, "devices": [0, 1, 2]}), ("learner", {"devices": [0, 1]})],
+)
+def test_gpus_that_do_not_fit_the_processes(
+    recipe: Recipe, section: str, values: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.devices: expected"):
+        specs(recipe, **{section: values})
+
+
 @pytest.mark.parametrize(
     "rpc", [{"bind": "127.0.0.1:50051"}, {"metrics_port": 9000}], ids=["bind", "metrics_port"]
 )
