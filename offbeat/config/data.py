@@ -151,6 +151,17 @@ class DataSettings(Settings):
     system: str | None = Field(
         None, description="System turn, for conversations that have none of their own."
     )
+    chat_template: str | None = Field(
+        None, description="Jinja text in place of the tokenizer's own template; null: its own."
+    )
+    reply_column: str | None = Field(
+        None,
+        description="Column made of the assistant's last turn, which is cut off `messages` (a reference to compare "
+        "with); null: conversations that end with such a turn are an error.",
+    )
+    strip: bool = Field(
+        False, description="Take white space off both ends of the filled-in `prompt`."
+    )
     chat_params: dict[str, Any] = Field(
         default_factory=dict,
         description="Further variables of the chat template, such as enable_thinking.",
@@ -172,8 +183,8 @@ class DataSettings(Settings):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "DataSettings":
-        for name, value in (("system", self.system), ("chat_params", self.chat_params)):
-            if value not in (None, {}) and not self.chat:
+        for name in ("system", "chat_params", "chat_template"):
+            if getattr(self, name) not in (None, {}) and not self.chat:
                 raise ValueError(f"{name} is only used with chat: true; remove it or set chat")
         if self.messages is not None and self.prompt != PROMPT:
             raise ValueError("expected prompt or messages, found both; remove one")
@@ -182,4 +193,6 @@ class DataSettings(Settings):
         messages = [self.messages, *(part.messages for part in parts)]
         if not self.chat and messages.count(None) < len(messages):
             raise ValueError("messages need a chat template: set chat: true")
+        if self.reply_column is not None and messages.count(None) == len(messages):
+            raise ValueError("reply_column is only used with messages; remove it")
         return self

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from offbeat.config.recipe import Recipe
 from offbeat.errors import ConfigError
 
-MODEL_FUNCTIONS = ("reward_model", "perplexity")
+MODEL_FUNCTIONS = ("reward_model", "reward_model_win", "perplexity")
 """Built-in reward functions whose `path` is a model folder."""
 
 
@@ -113,6 +113,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
         (_lora(learner), "adapter"),
         (_gguf_file(tree.get("prepare")), "file"),
         (_params(tree.get("prepare")), "init"),
+        *((model, "path") for model in _hub_models(tree.get("prepare"))),
         *((source, "path") for source in _sources(tree.get("data")) if not _is_code(source)),
         *((params, "path") for params in _params_of(tree.get("reward"), *MODEL_FUNCTIONS)),
         *((params, "api_key_file") for params in _params_of(tree.get("reward"), "judge")),
@@ -146,6 +147,15 @@ def _gguf_file(prepare: Any) -> Any:
     return params
 
 
+def _hub_models(prepare: Any) -> list[Any]:
+    """The models that a preparation downloads beside the policy."""
+    params = (
+        _params(prepare) if isinstance(prepare, dict) and prepare.get("kind") == "hub" else None
+    )
+    others = params.get("others") if isinstance(params, dict) else None
+    return others if isinstance(others, list) else []
+
+
 def _sources(data: Any) -> list[Any]:
     """The sources of train and heldout, those in mixtures included."""
     found: list[Any] = []
@@ -168,13 +178,16 @@ def _functions(reward: Any) -> list[Any]:
 def _params_of(reward: Any, *names: str) -> list[Any]:
     """The params of these built-in reward functions."""
     functions = [function for function in _functions(reward) if isinstance(function, dict)]
-    return [_params(function) for function in functions if _built_in(function) in names]
+    return [
+        _params(function)
+        for function in functions
+        if built_in(str(function.get("path") or function.get("name"))) in names
+    ]
 
 
-def _built_in(function: dict[str, Any]) -> str:
-    # A built-in that is used twice is named by its path, since names must differ.
-    built_in = str(function.get("path") or function.get("name"))
-    return built_in.rpartition(".")[2].partition(":")[0]
+def built_in(named: str) -> str:
+    """The name of a built-in reward function, from that name or from its import path (one that is used twice)."""
+    return named.rpartition(".")[2].partition(":")[0]
 
 
 def _params(section: Any) -> Any:

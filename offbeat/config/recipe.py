@@ -105,6 +105,9 @@ class EvaluationSettings(Settings):
     greedy: bool = Field(True, description="Evaluate greedily: pass@1.")
     sampled: bool = Field(True, description="Evaluate at the training temperature: pass@1, pass@k.")
     k: int = Field(1, ge=1, description="Completions per prompt of the sampled evaluation.")
+    max_tokens: int | None = Field(
+        None, gt=0, description="Longest held-out completion, in tokens; null: sampling.max_tokens."
+    )
     pass_threshold: float | None = Field(
         1.0,
         description="A completion passes when its total score reaches this; null: nothing passes or fails, "
@@ -116,9 +119,10 @@ class EvaluationSettings(Settings):
 class PrepareSettings(Settings):
     """How `offbeat prepare` makes the start policy. See `services.learner.prepare`."""
 
-    kind: Literal["sft", "gguf", "tldr"] = Field(
+    kind: Literal["sft", "gguf", "hub", "tldr"] = Field(
         "sft",
         description="sft: supervised training of a small policy; gguf: the model in a GGUF file; "
+        "hub: the policy, and further models, from the Hugging Face hub; "
         "tldr: data, policy and proxy reward model, in the folder around the policy's.",
     )
     params: dict[str, object] = Field(default_factory=dict)
@@ -156,6 +160,17 @@ class Recipe(Settings):
         return self.run.id
 
     @property
+    def longest_completion(self) -> int:
+        """Tokens of the longest completion, of training or evaluation."""
+        evaluated = self.evaluation.max_tokens if self.evaluation is not None else None
+        return max(self.sampling.max_tokens, evaluated or 0)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that the context leaves for a prompt."""
+        return self.model.max_context - self.longest_completion
+
+    @property
     def parity_tolerance(self) -> float:
         """Largest difference of a log-prob between generator and learner, nats.
 
@@ -178,11 +193,10 @@ class Recipe(Settings):
                 f"sampling.top_p, top_k, min_p cut the distribution, which biases the ratio of learner.loss {loss}: "
                 "set them to 1, 0, 0, or learner.allow_biased_ratio: true"
             )
-        room = self.model.max_context - self.sampling.max_tokens
-        if room < 1:
+        if self.longest_prompt < 1:
             raise ValueError(
-                f"sampling.max_tokens is {self.sampling.max_tokens}, model.max_context {self.model.max_context}: "
-                "no room is left for a prompt"
+                f"sampling.max_tokens is {self.sampling.max_tokens}, model.max_context {self.model.max_context}, "
+                f"completions have up to {self.longest_completion} tokens: no room is left for a prompt"
             )
         if self.evaluation is not None and self.data.heldout is None:
             raise ValueError("evaluation needs data.heldout: give it, or remove evaluation")

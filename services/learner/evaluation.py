@@ -206,7 +206,7 @@ class Evaluator:
             sampling=samples.SamplingParams(
                 temperature=0.0 if greedy else sampling.temperature,
                 top_p=1.0,
-                max_tokens=sampling.max_tokens,
+                max_tokens=self.settings.max_tokens or sampling.max_tokens,
                 stop=sampling.stop,
             ),
             seeds=seeds_of(self._recipe.run.seed, place, k, salt=evaluation.mode),

@@ -92,8 +92,7 @@ class Dataset:
 
 def prompt_limit(recipe: Recipe) -> int:
     """Longest prompt that a run can use, in tokens."""
-    room = recipe.model.max_context - recipe.sampling.max_tokens
-    return min(recipe.data.max_prompt_tokens, room)
+    return min(recipe.data.max_prompt_tokens, recipe.longest_prompt)
 
 
 def load_dataset(recipe: Recipe) -> Dataset:

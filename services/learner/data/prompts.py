@@ -42,10 +42,12 @@ class PromptMaker:
         self._name = None if part is None else part.name
         messages = self._messages
         self._named = _column_names(self._prompt) if messages is None else {messages}
-        if settings.chat and tokenizer is not None and not tokenizer.chat_template:
+        self._template = settings.chat_template
+        own = getattr(tokenizer, "chat_template", None)
+        if settings.chat and tokenizer is not None and not (self._template or own):
             raise ConfigError(
                 "data.chat is true, but the tokenizer of model.path has no chat template; "
-                "use a model that was trained on conversations, or data.chat: false"
+                "use a model that was trained on conversations, give data.chat_template, or data.chat: false"
             )
 
     def plain_text(self, row: Row) -> str | None:
@@ -56,7 +58,8 @@ class PromptMaker:
         if self._null(row):
             return None
         try:
-            return self._prompt.format(**row)
+            made = self._prompt.format(**row)
+            return made.strip() if self._settings.strip else made
         except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"the prompt {self._prompt!r} does not fit the row: {type(error).__name__}: {error}"
@@ -65,7 +68,7 @@ class PromptMaker:
     def text(self, row: Row) -> str | None:
         """The whole prompt; None when there is none in the row (null or empty). Raises `DataError`."""
         if self._messages is not None:
-            turns = None if self._null(row) else conversation(row[self._messages])
+            turns = None if self._null(row) else self._split(row)[0]
         else:
             plain = self.plain_text(row)
             if not self._settings.chat:
@@ -77,6 +80,13 @@ class PromptMaker:
         """The columns that travel along. Raises `DataError`."""
         wanted = self._settings.columns
         carried = row if wanted is None else {name: row[name] for name in wanted if name in row}
+        reply = self._settings.reply_column
+        if reply is not None and self._messages is not None:
+            if reply in row:
+                raise DataError(
+                    f"the column name {reply!r} of data.reply_column is taken by a column of the data; choose another"
+                )
+            carried = {**carried, reply: self._split(row)[1]}
         reserved = sorted(set(carried) & {*RESERVED, *([PART] if self._name else [])})
         if reserved:
             raise DataError(
@@ -100,6 +110,23 @@ class PromptMaker:
                 verbose=False,
             )["input_ids"]
 
+    def _split(self, row: Row) -> tuple[list[dict[str, Any]], str | None]:
+        """The conversation without the reply that `reply_column` takes, and that reply. Raises `DataError`."""
+        turns = row[str(self._messages)]
+        if self._settings.reply_column is None or not isinstance(turns, list) or not turns:
+            return conversation(turns), None
+        last = turns[-1]
+        if not isinstance(last, dict) or last.get("role") != "assistant":
+            raise DataError(
+                "expected the assistant's reply as the last turn of the messages, which data.reply_column takes, "
+                f"found {str(last)[:80]!r}; leave the row out, or remove data.reply_column"
+            )
+        if not isinstance(last.get("content"), str):
+            raise DataError(
+                f"expected text as the content of the last turn, found {str(last)[:80]!r}"
+            )
+        return conversation(turns[:-1]), last["content"]
+
     def _null(self, row: Row) -> bool:
         """Whether a column that the prompt needs is null. Raises `DataError` when one is missing."""
         missing = sorted(self._named - set(row))
@@ -113,10 +140,13 @@ class PromptMaker:
         system = self._settings.system
         if system is not None and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": system}, *turns]
+        params = dict(self._settings.chat_params)
+        if self._template is not None:
+            params["chat_template"] = self._template
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=True, **self._settings.chat_params
+                    turns, tokenize=False, add_generation_prompt=True, **params
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:

@@ -66,6 +66,12 @@ def _prepare_gguf(recipe: Recipe, params: dict[str, object], out: Path) -> None:
     prepare_gguf(GgufSettings.model_validate(params), out=out)
 
 
+def _prepare_hub(recipe: Recipe, params: dict[str, object], out: Path) -> None:
+    from services.learner.prepare.hub import HubSettings, prepare_hub
+
+    prepare_hub(HubSettings.model_validate(params), out=out)
+
+
 def _prepare_tldr(recipe: Recipe, params: dict[str, object], out: Path) -> None:
     from services.learner.prepare.tldr import TldrSettings, prepare_tldr
 
@@ -73,7 +79,12 @@ def _prepare_tldr(recipe: Recipe, params: dict[str, object], out: Path) -> None:
     prepare_tldr(TldrSettings.model_validate(params), recipe, out.parent)
 
 
-_PREPARE = {"sft": _prepare_sft, "gguf": _prepare_gguf, "tldr": _prepare_tldr}
+_PREPARE = {
+    "sft": _prepare_sft,
+    "gguf": _prepare_gguf,
+    "hub": _prepare_hub,
+    "tldr": _prepare_tldr,
+}
 
 
 if __name__ == "__main__":

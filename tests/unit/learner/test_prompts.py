@@ -7,9 +7,17 @@ from transformers import AutoTokenizer
 
 from offbeat.config.load import parse_recipe
 from offbeat.errors import ConfigError, DataError
-from services.learner.data.dataset import Dataset, TrainingPrompts, load_dataset, make_dataset
+from offbeat.streams.columns import decode_columns
+from services.learner.data.dataset import (
+    Dataset,
+    TrainingPrompts,
+    load_dataset,
+    make_dataset,
+    prompt_limit,
+)
 from services.learner.data.prompts import Prompt
 from services.learner.data.sources import load_data
+from services.learner.evaluation import Evaluator
 from services.learner.tasks import TaskMaker, seeds_of
 from tests.harness.tiny_models import make_tiny_model
 
@@ -195,6 +203,80 @@ def test_conversations_keep_their_own_system_turn(made, tokenizer):
 def test_messages_that_are_none(made, tokenizer, talk, said):
     with pytest.raises(DataError, match=rf"data.train: .*train\.jsonl:1: {said}"):
         made([{"talk": talk}], tokenizer, messages="talk", chat=True)
+
+
+def test_the_reply_of_a_conversation_becomes_a_column(made, tokenizer):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    dataset = made(
+        [{"talk": talk, "n": 1}],
+        tokenizer,
+        messages="talk",
+        chat=True,
+        reply_column="reply",
+        columns=[],
+    )
+    assert _texts(dataset) == ["<user>hi<assistant>"]
+    columns = decode_columns(dataset.train.all[0].columns)
+    assert columns == {"reply": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("talk", "name", "said"),
+    [
+        (
+            [{"role": "user", "content": "hi"}],
+            "reply",
+            "expected the assistant's reply as the last",
+        ),
+        (
+            [{"role": "assistant", "content": 3}],
+            "reply",
+            "expected text as the content of the last",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "talk",
+            "taken",
+        ),
+        ("no list", "reply", "expected a list of turns"),
+    ],
+)
+def test_a_conversation_without_a_reply_to_take(made, tokenizer, talk, name, said):
+    with pytest.raises(DataError, match=said):
+        made([{"talk": talk}], tokenizer, messages="talk", chat=True, reply_column=name)
+
+
+def test_a_chat_template_of_the_recipe_wins_over_the_tokenizers(made, tokenizer):
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    dataset = made([{"q": "hi"}], tokenizer, prompt="{q}", chat=True, chat_template=template)
+    assert _texts(dataset) == ["[hi]"]
+
+
+def test_white_space_around_a_prompt_is_kept_unless_told(made):
+    rows = [{"q": "  \n a b "}]
+    assert _texts(made(rows, prompt="{q}")) == ["  \n a b "]
+    assert _texts(made(rows, prompt="{q}", strip=True)) == ["a b"]
+
+
+def test_room_for_a_prompt_is_what_the_longest_completion_leaves(recipe):
+    """Also a held-out one, which may be longer than those of training."""
+    tree = recipe.model_dump(mode="json")
+    tree["data"]["heldout"] = tree["data"]["train"]
+    context, trained = recipe.model.max_context, recipe.sampling.max_tokens
+    tree["data"]["max_prompt_tokens"] = context
+    assert prompt_limit(parse_recipe(tree, source="test")) == context - trained
+    tree["evaluation"] = {"max_tokens": trained + 3}
+    changed = parse_recipe(tree, source="test")
+    assert prompt_limit(changed) == context - trained - 3
+    prompt = Prompt("a", [1], {})
+    tree["run"]["id"] = "mine"
+    tasks = Evaluator(parse_recipe(tree, source="test"), [prompt]).start(
+        step=0, version=1, term=1, whole=True
+    )
+    assert {task.sampling.max_tokens for task in tasks} == {trained + 3}
+    tree["evaluation"] = {"max_tokens": context}
+    with pytest.raises(ConfigError, match="no room is left"):
+        parse_recipe(tree, source="test")
 
 
 def test_a_tokenizer_without_a_chat_template(made):
