@@ -36,8 +36,13 @@ class Extractor:
         return completion.strip() if self._strip else completion
 
 
-def answers_of(column: str, columns: Mapping[str, list[Any]]) -> list[Any]:
-    """The values of `column`. Raises `ValueError` when it is not there or has no value somewhere."""
+def answers_of(
+    column: str, columns: Mapping[str, list[Any]], extract: str | None = None
+) -> list[Any]:
+    """The values of `column`, or what `extract` takes out of each (its last match, or that match's first group).
+
+    Raises `ValueError` when the column is not there, has no value somewhere, or one in which `extract` does not match.
+    """
     if column not in columns:
         raise ValueError(
             f"expected the column {column!r}, found {', '.join(columns) or 'no column'}; "
@@ -48,4 +53,16 @@ def answers_of(column: str, columns: Mapping[str, list[Any]]) -> list[Any]:
         raise ValueError(
             f"expected a value in column {column!r}, found null at index {answers.index(None)}"
         )
-    return answers
+    return answers if extract is None else _extracted(column, answers, extract)
+
+
+def _extracted(column: str, answers: list[Any], extract: str) -> list[str]:
+    take = Extractor(extract, strip=True)
+    found = [take(str(answer)) for answer in answers]
+    if None in found:
+        index = found.index(None)
+        raise ValueError(
+            f"expected a match of params.column_extract in column {column!r}, found {str(answers[index])[-60:]!r} at "
+            f"index {index}"
+        )
+    return [str(answer) for answer in found]

@@ -17,6 +17,10 @@ class ExactMatchParams(Settings):
         None,
         description="Regular expression; its last match (or that match's first group) is compared.",
     )
+    column_extract: Pattern | None = Field(
+        None, description="As `extract`, for the column; where it does not match, the row is wrong."
+    )
+    ignore: str = Field("", description="Characters that are left out of both, such as commas.")
 
 
 class ExactMatch:
@@ -28,9 +32,13 @@ class ExactMatch:
 
     def __call__(self, completions: list[str], **columns: list[Any]) -> list[float]:
         """1.0 or 0.0 per completion."""
-        answers = answers_of(self._params.column, columns)
+        answers = answers_of(self._params.column, columns, self._params.column_extract)
         return [float(self._equal(*pair)) for pair in zip(completions, answers, strict=True)]
 
     def _equal(self, completion: str, answer: Any) -> bool:
         expected = str(answer).strip() if self._params.strip else str(answer)
-        return self._extract(completion) == expected
+        found = self._extract(completion)
+        return found is not None and self._cleaned(found) == self._cleaned(expected)
+
+    def _cleaned(self, text: str) -> str:
+        return text.translate({ord(character): None for character in self._params.ignore})

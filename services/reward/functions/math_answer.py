@@ -16,7 +16,7 @@ from pydantic import Field
 
 from offbeat.config.base import Settings
 from offbeat.errors import ConfigError, RewardError
-from services.reward.functions.answers import answers_of
+from services.reward.functions.answers import Pattern, answers_of
 
 
 class MathParams(Settings):
@@ -24,6 +24,10 @@ class MathParams(Settings):
 
     column: str = Field(
         "answer", description="Column that holds the answer: a number, an expression, or LaTeX."
+    )
+    column_extract: Pattern | None = Field(
+        None,
+        description="Regular expression; its last match in the column (or that match's first group) is the answer.",
     )
     timeout_seconds: float = Field(
         5.0, gt=0, description="Longest time for one comparison; past it there is no value (None)."
@@ -39,7 +43,7 @@ class MathAnswer:
 
     def __call__(self, completions: list[str], **columns: list[Any]) -> list[float | None]:
         """1.0, 0.0 or None per completion."""
-        answers = answers_of(self._params.column, columns)
+        answers = answers_of(self._params.column, columns, self._params.column_extract)
         return [
             self._verifier.equal(str(answer), completion)
             for completion, answer in zip(completions, answers, strict=True)

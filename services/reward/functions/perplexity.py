@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat.config.base import Settings
 from offbeat.errors import ModelError
+from services.reward.functions.devices import find_device
 
 
 class PerplexityParams(Settings):
@@ -23,6 +24,14 @@ class PerplexityParams(Settings):
     path: str = Field(description="Hugging Face folder of a causal model with the policy's tokens.")
     denominator: Literal["completion", "all"] = Field(
         "completion", description="Tokens that the negative log-likelihood is divided by."
+    )
+    device: str = Field("auto", description="cpu, cuda, cuda:1 …; auto: cuda when there is one.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="In 16 bits a value depends on what it is batched with."
+    )
+    special_tokens: bool = Field(
+        True,
+        description="Let the tokenizer add its special tokens to the prompt; false where a chat template wrote them.",
     )
     max_tokens: int = Field(
         16384, gt=0, description="Largest padded number of tokens of one batch."
@@ -34,20 +43,25 @@ class Perplexity:
 
     def __init__(self, **params: Any) -> None:
         self._params = PerplexityParams(**params)
+        self._device = find_device(self._params.device)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._params.path)
             self._model = AutoModelForCausalLM.from_pretrained(
-                self._params.path, dtype=torch.float32
+                self._params.path, dtype=getattr(torch, self._params.dtype)
             ).eval()
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(
                 f"perplexity: {self._params.path}: expected a causal language model with its tokenizer, found none "
                 f"that loads: {error}"
             ) from error
+        self._model.to(self._device)
 
     def __call__(self, prompts: list[str], completion_token_ids: list[list[int]]) -> list[float]:
         """One perplexity per completion. Raises `ValueError` for a completion without tokens."""
-        prompt_ids: list[list[int]] = [self._tokenizer(prompt)["input_ids"] for prompt in prompts]
+        prompt_ids: list[list[int]] = [
+            self._tokenizer(prompt, add_special_tokens=self._params.special_tokens)["input_ids"]
+            for prompt in prompts
+        ]
         pairs = list(zip(prompt_ids, completion_token_ids, strict=True))
         for index, (prompt, completion) in enumerate(pairs):
             if not prompt or not completion:
@@ -71,7 +85,8 @@ class Perplexity:
             ids[row, :end] = torch.tensor([*prompt, *completion])
             seen[row, :end] = 1
             counted[row, len(prompt) : end] = 1
-        logits = self._model(input_ids=ids, attention_mask=seen).logits
+        ids, seen, counted = (tensor.to(self._device) for tensor in (ids, seen, counted))
+        logits = self._model(input_ids=ids, attention_mask=seen).logits.float()
         total = _negative_log_likelihood(logits, ids, counted)
         tokens = (counted if self._params.denominator == "completion" else seen).sum(1)
         return [float(value) for value in torch.exp(total / tokens)]

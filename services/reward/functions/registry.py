@@ -27,6 +27,7 @@ BUILT_IN = {
     "perplexity": "services.reward.functions.perplexity:Perplexity",
     "reasoning_gym": "services.reward.functions.reasoning_gym:ReasoningGym",
     "reward_model": "services.reward.functions.reward_model:RewardModel",
+    "reward_model_win": "services.reward.functions.reward_model_win:RewardModelWin",
 }
 
 

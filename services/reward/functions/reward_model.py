@@ -4,7 +4,6 @@ The model reads text, so its tokenizer need not be the policy's. Batches are pad
 is the same as when it is scored alone.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from offbeat.config.base import Settings
 from offbeat.errors import ModelError
+from services.reward.functions.devices import find_device
 
 CHAT = "chat"
 
@@ -38,6 +38,11 @@ class RewardModelParams(Settings):
     template: str = Field(
         "{prompt}{completion}",
         description="How the text is made; chat: by the model's own chat template.",
+    )
+    special_tokens: bool | None = Field(
+        None,
+        description="Let the tokenizer add its special tokens (a beginning-of-text token, say); null: unless the "
+        "template is chat, which writes them itself.",
     )
     append_eos: bool = Field(
         False, description="End the text with the end-of-sequence token if it does not yet."
@@ -65,7 +70,7 @@ class RewardModel:
     def __init__(self, **params: Any) -> None:
         self._params = RewardModelParams(**params)
         self._tokenizer = _load_tokenizer(self._params)
-        self._device = _device(self._params.device)
+        self._device = find_device(self._params.device)
         self._model = _load_model(self._params).to(self._device).eval()
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if context is not None and (self._params.max_length or 0) > context:
@@ -97,10 +102,10 @@ class RewardModel:
         limit, eos = self._params.max_length, self._tokenizer.eos_token_id
         if limit is not None and self._params.append_eos:
             limit -= 1
-        # A chat template writes the special tokens itself.
+        special = self._params.special_tokens
         ids = self._tokenizer(
             text,
-            add_special_tokens=self._params.template != CHAT,
+            add_special_tokens=self._params.template != CHAT if special is None else special,
             truncation=limit is not None,
             max_length=limit,
             verbose=False,
@@ -204,13 +209,3 @@ def _load_model(params: RewardModelParams) -> Any:
             "use a model that gives one score"
         )
     return model
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with contextlib.suppress(RuntimeError):
-        device = torch.device(name)
-        if device.type != "cuda" or (device.index or 0) < torch.cuda.device_count():
-            return device
-    raise ModelError(f"device: expected auto, cpu, or a GPU of this machine, found {name!r}")

@@ -36,6 +36,11 @@ def _beside(name: str, weight: float = 1.0, **params):
         ({"extract": r"#### (-?\d+)"}, "42", "42", 0.0),
         ({"extract": r"\d+"}, "1 and 42", "42", 1.0),
         ({"extract": r"(x)?42"}, "42", "42", 0.0),
+        ({"extract": r"\d+"}, "none", "", 0.0),
+        ({"ignore": ",$"}, "$1,042", "1042", 1.0),
+        ({"ignore": ","}, "1.042", "1,042", 0.0),
+        ({"column_extract": "#### (.+)"}, "42", "6 * 7 = 42\n#### 42", 1.0),
+        ({"column_extract": "#### (.+)"}, "6", "6 * 7 = 42\n#### 42", 0.0),
     ],
 )
 def test_exact_match(params, completion, answer, score):
@@ -50,6 +55,14 @@ def test_exact_match_reads_the_column_that_it_is_told_to():
         function(completions=["a"], answer=["a"])
     with pytest.raises(ValueError, match="found null at index 1"):
         function(completions=["a", "b"], solution=["a", None])
+
+
+def test_a_column_in_which_its_pattern_does_not_match_is_an_error():
+    function = _load("exact_match", column_extract="#### (.+)").call
+    with pytest.raises(
+        ValueError, match="column_extract in column 'answer', found '42' at index 1"
+    ):
+        function(completions=["a", "b"], answer=["#### 42", "42"])
 
 
 # --- math --------------------------------------------------------------------------------------------------------
@@ -77,6 +90,14 @@ def maths():
 )
 def test_math(maths, completion, answer, score):
     assert maths(completions=[completion], answer=[answer]) == [score]
+
+
+def test_math_takes_the_answer_out_of_a_worked_solution():
+    function = MathAnswer(column_extract="#### (.+)")
+    solution = "He has 2 + 3 = 5 boxes of 200.\n#### 1,000"
+    found = function(completions=["so 1000", "so 5"], answer=[solution, solution])
+    function.close()
+    assert found == [1.0, 0.0]
 
 
 def test_math_survives_an_expression_that_never_ends(maths):
