@@ -9,7 +9,7 @@ from offbeat.config.load import dump_recipe, load_recipe
 from offbeat.errors import ConfigError
 from tests.harness.losses import FAMILIES
 
-RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
 
 PART = "{name: a, source: {kind: csv, path: a.csv}}"
 MIXTURE = f"data.train={{kind: mixture, parts: [{PART}, {PART.replace('a,', 'b,')}]}}"
