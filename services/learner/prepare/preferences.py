@@ -18,6 +18,7 @@ from pydantic import Field
 
 from offbeat.config.base import Settings
 from offbeat.errors import DataError
+from services.learner.prepare.trl_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -149,23 +150,13 @@ def train_proxy(
     trainer: RewardTrainer = RewardTrainer(
         model=model,
         args=RewardConfig(
-            output_dir=str(work),
+            **quiet(work),
             max_steps=settings.steps,
-            train_sampling_strategy="sequential",
             per_device_train_batch_size=settings.batch,
             learning_rate=settings.lr,
-            lr_scheduler_type="linear",
             warmup_steps=settings.warmup_steps,
-            max_grad_norm=1.0,
             max_length=None,
             seed=settings.seed,
-            bf16=False,
-            gradient_checkpointing=False,
-            save_strategy="no",
-            logging_strategy="no",
-            dataloader_pin_memory=False,
-            report_to="none",
-            disable_tqdm=True,
         ),
         train_dataset=Dataset.from_dict(rows),
         processing_class=tokenizer,

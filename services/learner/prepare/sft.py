@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from offbeat.config.base import Settings
 from offbeat.errors import DataError, ModelError
 from offbeat.imports import load_callable
+from services.learner.prepare.trl_settings import IGNORED, quiet
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IGNORED = -100  # label of a token that the loss leaves out
 VERSIONS_OF = ("torch", "transformers", "trl", "tokenizers", "reasoning-gym")
 
 
@@ -305,27 +305,17 @@ def _trainer_settings(settings: SftSettings, work: Path) -> SFTConfig:
     from trl import SFTConfig
 
     return SFTConfig(
-        output_dir=str(work),
+        **quiet(work),
         max_steps=settings.steps,
-        train_sampling_strategy="sequential",  # the order is the demonstrator's
         per_device_train_batch_size=settings.batch,
         learning_rate=settings.lr,
-        lr_scheduler_type="linear",
         warmup_steps=settings.warmup_steps,
         adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1],
         weight_decay=settings.weight_decay,
-        max_grad_norm=1.0,
         max_length=settings.max_context,
         dataset_kwargs={"skip_prepare_dataset": True},
         seed=settings.seed,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        logging_strategy="no",
-        dataloader_pin_memory=False,
-        report_to="none",
-        disable_tqdm=True,
     )
 
 

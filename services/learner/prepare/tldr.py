@@ -30,6 +30,7 @@ from offbeat.config.base import Settings
 from offbeat.errors import DataError, ModelError
 from offbeat.imports import load_callable
 from services.learner.data.prompts import PromptMaker
+from services.learner.prepare.copying import CopyingSettings, train_copying
 from services.learner.prepare.docstrings import Docstring, read_docstrings, whole_sentences
 from services.learner.prepare.preferences import (
     Gold,
@@ -69,6 +70,9 @@ class TldrSettings(Settings):
     vocabulary: int = Field(2048, ge=300, description="Tokens of the byte-level BPE.")
     min_post_tokens: int = Field(14, gt=0)
     max_post_tokens: int = Field(72, gt=0, description="A post is cut after a whole sentence.")
+    copying: CopyingSettings | None = Field(
+        None, description="Training on repeated sequences, before that on demonstrations."
+    )
     sft: SftSettings = SftSettings()
     proxy: ProxySettings = ProxySettings()
 
@@ -97,7 +101,9 @@ def prepare_tldr(settings: TldrSettings, recipe: Recipe, out: Path) -> dict[str,
         _write_rows(folder / "heldout.jsonl", heldout)
         clock.lap("data")
         maker = PromptMaker(recipe.data, tokenizer)
-        policy = _train_policy(settings, tokenizer, train, maker, Path(work), folder / "policy")
+        policy, copied = _train_policy(
+            settings, tokenizer, train, maker, Path(work), folder / "policy"
+        )
         clock.lap("policy")
         pairs, held = (
             _pairs(settings, gold, policy, tokenizer, rows, maker, longest)
@@ -115,6 +121,7 @@ def prepare_tldr(settings: TldrSettings, recipe: Recipe, out: Path) -> dict[str,
         described = {
             "settings": settings.model_dump(mode="json"),
             "parameters": policy.num_parameters(),
+            "copied": copied,
             "rows": {"train": len(train), "heldout": len(heldout)},
             "train_rows_by_package": dict(Counter(row["package"] for row in train)),
             "pairs": {"train": len(pairs), "heldout": len(held)},
@@ -181,15 +188,22 @@ def _train_policy(
     maker: PromptMaker,
     work: Path,
     out: Path,
-) -> LlamaForCausalLM:
+) -> tuple[LlamaForCausalLM, float | None]:
+    """The policy, and how well it copied before the demonstrations: None if it was not trained to."""
     from transformers import set_seed
 
     set_seed(settings.sft.seed)
     model = new_policy(settings.sft, tokenizer)
+    copied = None
+    if settings.copying is not None:
+        copied = train_copying(
+            settings.copying, model, tokenizer, settings.sft.seed, work / "copying"
+        )
+        log.info("the policy copies %.1f %% of the tokens that repeat", 100 * copied)
     examples = [Example(_prompt(maker, row), f" {row['reference']}", row) for row in train]
     train_policy(settings.sft, model, tokenizer, examples, lambda _: None, work / "sft")
     save_policy(settings.sft, model, tokenizer, out)
-    return model
+    return model, copied
 
 
 def _pairs(

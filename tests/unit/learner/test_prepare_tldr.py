@@ -17,6 +17,7 @@ SMALL = {
     "packages": ["networkx.generators", "networkx.algorithms.centrality"],
     "heldout": 20,
     "vocabulary": 1000,
+    "copying": {"steps": 3, "batch": 2},
     "sft": {
         "steps": 4, "batch": 8, "warmup_steps": 1, "hidden_size": 32, "layers": 1, "heads": 1,
         "intermediate_size": 32, "max_context": 128, "prompt_loss_part": 0.5,
@@ -49,6 +50,7 @@ def test_the_folder_is_whole_and_says_how_it_came_about(prepared):
     assert described["settings"]["sft"]["hidden_size"] == 32
     assert sum(described["train_rows_by_package"].values()) == described["rows"]["train"]
     assert all(0 <= share <= 1 for share in described["proxy_agreement"].values())
+    assert 0 <= described["copied"] <= 1
     with pytest.raises(ModelError, match="remove it"):
         prepare_tldr(settings, load_recipe(RECIPE), out)
 
