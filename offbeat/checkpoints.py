@@ -14,14 +14,15 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, Fenced
 from offbeat.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -116,31 +117,38 @@ class Checkpoints:
             ) from error
         return partial
 
-    def commit(self, partial: Path, meta: Meta) -> Checkpoint:
+    def commit(
+        self, partial: Path, meta: Meta, *, fence: Callable[[], None] = lambda: None
+    ) -> Checkpoint:
         """Makes a folder from `begin` a checkpoint: hashes, fsync, rename, COMMITTED. Prunes old ones afterwards.
 
-        Raises `CheckpointError` when it can't be written; earlier checkpoints are untouched then.
+        Raises `CheckpointError` when it can't be written; earlier checkpoints are untouched then. `fence` is asked
+        before each change that others see: what it raises (`Fenced`) leaves nothing behind.
         """
         try:
-            return self._commit(partial, meta)
+            return self._commit(partial, meta, fence)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {meta.step} can't be written to {self.folder}: {error}; "
                 "free space, then resume the run: earlier checkpoints are untouched"
             ) from error
 
-    def _commit(self, partial: Path, meta: Meta) -> Checkpoint:
+    def _commit(self, partial: Path, meta: Meta, fence: Callable[[], None]) -> Checkpoint:
         (partial / META).write_text(meta.dump(), encoding="utf-8")
         files = sorted(file for file in partial.rglob("*") if file.is_file())
         hashes = {str(file.relative_to(partial)): _hash(file) for file in files}
         for file in files:
             _sync(file)
         failpoint("checkpoint.before_rename")
+        with _removed_when_fenced(partial):
+            fence()
         final = self.folder / f"{meta.term:06d}-{meta.step:08d}"
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
         failpoint("checkpoint.before_committed")
+        with _removed_when_fenced(final):
+            fence()
         marker = final / f".{COMMITTED}"
         marker.write_text(json.dumps(hashes, indent=1), encoding="utf-8")
         _sync(marker)
@@ -212,6 +220,15 @@ class Checkpoints:
             # Without its marker first: a removal that is cut short leaves no folder that looks whole.
             (checkpoint.path / COMMITTED).unlink()
             shutil.rmtree(checkpoint.path)
+
+
+@contextmanager
+def _removed_when_fenced(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Fenced:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _hash(file: Path) -> str:

@@ -58,7 +58,17 @@ def _render(found: "RunStatus") -> "RenderableType":
     state = "running here" if found.running else "no `offbeat run` holds it"
     head = Text(f"{found.run_id}: {state}\n{found.folder}")
     table = Table()
-    for column in ("service", "member", "address", "version", "doing", "waits", "up"):
+    for column in (
+        "service",
+        "member",
+        "address",
+        "version",
+        "doing",
+        "rate",
+        "waits",
+        "beat",
+        "up",
+    ):
         table.add_column(column, no_wrap=column == "address", overflow="fold")
     for member in found.members:
         table.add_row(*_row(member))
@@ -79,13 +89,21 @@ def _row(member: "MemberStatus") -> tuple[str, ...]:
     who = (member.service, member.member_id, member.address)
     answer = member.status
     if answer is None:
-        return (*who, "–", f"no answer ({member.error})", "–", "–")
+        return (*who, "–", f"no answer ({member.error})", "–", "–", _beat(member), "–")
     up = float(answer.get("uptime_seconds", 0.0))
     waits = "–"
     if up > 0 and "waiting_seconds" in answer:
         waits = f"{answer['waiting_seconds'] / up:.0%}"
     version, doing = _doing(member.service, answer)
-    return (*who, version, doing, waits, f"{up:.0f} s" if up else "–")
+    rate = member.groups_per_minute
+    shown = "–" if rate is None else f"{rate:.0f} groups/min"
+    return (*who, version, doing, shown, waits, _beat(member), f"{up:.0f} s" if up else "–")
+
+
+def _beat(member: "MemberStatus") -> str:
+    """When the last heartbeat was."""
+    seconds = member.seconds_since_beat
+    return "–" if seconds is None else f"{seconds:.0f} s ago"
 
 
 def _doing(service: str, answer: dict[str, Any]) -> tuple[str, str]:
@@ -98,7 +116,9 @@ def _doing(service: str, answer: dict[str, Any]) -> tuple[str, str]:
         done = f"step {progress.get('step', 0)}/{progress.get('total_steps', 0)}"
         raised = alarms(progress.get("metrics", {}))
         alarm = f", alarms: {', '.join(raised)}" if raised else ""
-        return str(progress.get("version", "–")), f"{state}, {done}{alarm}"
+        lag = progress.get("metrics", {}).get("lag/mean")
+        lagging = "" if lag is None else f", lag {lag:.2f}"
+        return str(progress.get("version", "–")), f"{state}, {done}{lagging}{alarm}"
     if service == "checkpoint":
         stored = int(answer["stored_bytes"]) / 1024**2
         held = f"{answer['available_versions']} versions, {stored:.1f} MiB, term {answer['term']}"

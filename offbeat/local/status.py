@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,19 @@ class MemberStatus:
     address: str
     status: dict[str, Any] | None = None
     error: str = ""
+    seconds_since_beat: float | None = None
+    """Of a worker, by Redis's clock; None for one whose last heartbeat is too old for it to count as alive."""
+    held: int = 0
+    """Entries of the streams that a worker holds."""
+
+    @property
+    def groups_per_minute(self) -> float | None:
+        """Of a worker, since its start; None where it does not tell."""
+        answer = self.status or {}
+        up = float(answer.get("uptime_seconds", 0.0))
+        if up <= 0 or "groups_finished" not in answer:
+            return None
+        return 60 * int(answer["groups_finished"]) / up
 
 
 @dataclass(frozen=True)
@@ -82,15 +95,22 @@ async def run_status(folder: Path) -> RunStatus:
         if worker.address and worker.address not in known
     ]
     members = await asyncio.gather(*(_ask(address) for address in addresses))
+    beats = {worker.address: worker for worker in workers}
     return RunStatus(
         run_id=recipe.run_id,
         folder=str(folder),
         running=is_locked(folder),
-        members=list(members),
+        members=[_with_beat(member, beats.get(member.address)) for member in members],
         streams=streams,
         workers=workers,
         redis_error=redis_error,
     )
+
+
+def _with_beat(member: MemberStatus, worker: Member | None) -> MemberStatus:
+    if worker is None:
+        return member
+    return replace(member, seconds_since_beat=worker.seconds_since_beat, held=worker.pending)
 
 
 async def _look_at_redis(recipe: Recipe, folder: Path) -> tuple[list[Backlog], list[Member], str]:

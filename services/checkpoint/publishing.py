@@ -279,7 +279,7 @@ class Publisher:
         if entry is not None:
             return entry, True
         await asyncio.to_thread(self._store.raise_term, manifest.term)
-        manifest.version = await self._next_number()
+        manifest.version = await self._next_number(manifest.parent)
         manifest.created_unix_ms = time.time_ns() // 1_000_000
         seal(manifest)
         failpoint("publish.marked")
@@ -320,11 +320,15 @@ class Publisher:
         if self._deltas is not None:
             self._deltas.note(entry)
 
-    async def _next_number(self) -> int:
-        """A number above all that the disk or the mark has seen; the mark is raised first."""
+    async def _next_number(self, parent: int) -> int:
+        """A number above all that the disk, the mark, or the learner has seen; the mark is raised first.
+
+        The learner's counts where both memories were lost under it.
+        """
+        newest = max(self._store.last_number, parent)
         if self._mark is None:
-            return self._store.last_number + 1
-        number = max(self._store.last_number, await self._mark.version_high_water()) + 1
+            return newest + 1
+        number = max(newest, await self._mark.version_high_water()) + 1
         await self._mark.raise_version_high_water(number)
         return number
 

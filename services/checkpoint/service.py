@@ -25,6 +25,8 @@ __all__ = ["SERVICE_NAME", "CheckpointServicer", "VersionMark", "add_to_server"]
 
 log = logging.getLogger(__name__)
 
+SKIPPED = 1000
+"""Numbers of versions, or more than a learner publishes between two events of its ledger."""
 KEEP_RECEIVERS = 10_000
 """Receivers that are remembered; the ones that confirmed longest ago are forgotten first."""
 
@@ -130,11 +132,18 @@ class CheckpointServicer(checkpoint_grpc.CheckpointServiceServicer):
     ) -> checkpoint.AcquireLearnerResponse:
         self._check_run(request.run_id)
         self._check_not_relay()
-        floor = request.term_floor
+        floor, known = request.term_floor, self._store.last_number
         if self._mark is not None:
             floor = max(floor, await self._mark.newest_term())
+            known = max(known, await self._mark.version_high_water())
+        newest = request.version_floor
+        if newest > known:
+            # The memory of this service is gone. The last learner may have published versions that it could not note
+            # any more, and generators may hold them: their numbers are passed over.
+            log.warning("version %d is not known here: numbers go on %d later", newest, SKIPPED)
+            newest += SKIPPED
         term = await self._changes.exclusively(
-            asyncio.to_thread(self._store.acquire_term, floor, request.version_floor)
+            asyncio.to_thread(self._store.acquire_term, floor, newest)
         )
         log.info("term %d begins, of learner %s", term, request.learner_id)
         return checkpoint.AcquireLearnerResponse(

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from offbeat.config import Recipe
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.rpc import RpcServer, terminated
+from offbeat.rpc.deadline import end_in_time, loop_turns
 from offbeat.rpc.entry import run_folder, write_address
 from offbeat.streams.redis import RedisWorkerStreams
 from offbeat.telemetry.activity import Activity
@@ -21,11 +22,12 @@ from offbeat.weights.client import CheckpointClient
 from services.generator.counters import Counters
 from services.generator.engines import Engine, create_engine
 from services.generator.engines.model_folder import read_config
+from services.generator.held import Identity
 from services.generator.prompts import PromptEncoder
 from services.generator.service import SERVICE_NAME, GeneratorServicer
 from services.generator.staging import Stager, StagingFolders
 from services.generator.updates import Updater
-from services.generator.worker import Identity, Worker
+from services.generator.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ async def serve(recipe: Recipe) -> None:
             servicer.worker = worker
             await _run(worker, stop)
         finally:
+            end_in_time()
             await server.health.set_ready(False)
             await _leave(streams)
             await client.close()
@@ -150,6 +153,7 @@ def _worker(
     activity: Activity,
 ) -> Worker:
     async def tell(alive: bool, ready: bool) -> None:
+        loop_turns(2 * recipe.generator.stall_seconds)
         await server.health.set_alive(alive)
         await server.health.set_ready(ready)
 

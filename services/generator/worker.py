@@ -11,18 +11,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
 
 from offbeat.config.workers import GeneratorSettings
 from offbeat.errors import DataError, EngineError, ServiceUnavailable
-from offbeat.streams.base import Delivery, Stream, WorkerStreams
+from offbeat.failpoints import failpoint
+from offbeat.streams.base import Stream, WorkerStreams
 from offbeat.telemetry.activity import Activity
 from offbeat.v1 import samples_pb2 as samples
 from offbeat.weights.staged import StagedWeights
 from services.generator.counters import Counters
-from services.generator.engines import Engine, EngineFailed, GenerationRequest
-from services.generator.planning import Range, Watchdog, may_swap, version_for_late
+from services.generator.engines import Engine, EngineFailed
+from services.generator.held import Group, Identity, Prompts, until
+from services.generator.planning import Watchdog, may_swap, version_for_late
 from services.generator.records import now_unix_ms, requests_of, rollout_of
 from services.generator.sampling_group import sample_group
 from services.generator.staging import Stager
@@ -37,33 +38,6 @@ SWAP_SECONDS = 900.0
 """Longest time of a load and its parity check; heartbeats go on meanwhile, though there are no steps."""
 OVERDUE_SECONDS = 300.0
 """A version that was announced so long ago and is not held makes the generator not ready."""
-
-Prompts = Delivery[samples.PromptTask]
-
-
-@dataclass(eq=False)
-class Group:
-    """A prompt task that this generator holds."""
-
-    delivery: Prompts
-    requests: list[GenerationRequest]
-    range: Range = field(init=False)
-    work: asyncio.Task[None] | None = None
-    """None while it waits for another version."""
-
-    def __post_init__(self) -> None:
-        self.range = Range.of(self.delivery.record)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who the generator is, and what its model can read."""
-
-    run_id: str
-    generator_id: str
-    address: str
-    engine: str
-    vocab_size: int | None
 
 
 class Worker:
@@ -115,6 +89,7 @@ class Worker:
         self.finished_in_drain = 0
         self.returned_in_drain = 0
         self._grace_seconds = settings.rpc.drain_seconds
+        self._drain_until = float("inf")
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
@@ -124,12 +99,13 @@ class Worker:
         self._room.set()
 
     async def drain(self, grace_seconds: float | None = None) -> None:
-        """Makes `run` end, and waits until it did."""
+        """Makes `run` end, and waits until it did. Not ready from now on."""
         if not self._stop.is_set():
             self._counters.draining = True
-            self._grace_seconds = grace_seconds or self._grace_seconds
+            self._drain_until = time.monotonic() + (grace_seconds or self._grace_seconds)
             self._stop.set()
             self.wake()
+            await self._tell_health(alive=not self._watchdog.stalled(time.monotonic()))
         await self._drained.wait()
 
     async def run(self) -> None:
@@ -146,7 +122,7 @@ class Worker:
         try:
             await self._announce()
             while not self._stop.is_set():
-                await self._advance()
+                await self._advance_or_drain()
                 self._raise_failure()
             await self._finish()
         finally:
@@ -155,6 +131,25 @@ class Worker:
             await self._cancel(self._groups.values())
             await asyncio.gather(*background, return_exceptions=True)
             self._drained.set()
+
+    async def _advance_or_drain(self) -> None:
+        """One round. Of a drain it gets no more than the grace time: a load of weights may take longer than that."""
+        advance = asyncio.create_task(self._advance())
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({advance, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not advance.done():
+                await asyncio.wait({advance}, timeout=self._grace_left)
+        finally:
+            stopped.cancel()
+            advance.cancel()
+            await asyncio.wait({advance})
+        if not advance.cancelled():
+            advance.result()
+
+    @property
+    def _grace_left(self) -> float:
+        return max(0.0, self._drain_until - time.monotonic())
 
     async def _advance(self) -> None:
         """One round: take what there is room for, then swap the weights when nothing holds that up."""
@@ -254,8 +249,9 @@ class Worker:
     async def _run_group(self, group: Group) -> None:
         task = group.delivery.record
         started = now_unix_ms()
+        failpoint(f"generator.ordinal_{task.ordinal}")
         try:
-            async with asyncio.timeout(self._group_seconds), _until(task.deadline_unix_ms):
+            async with asyncio.timeout(self._group_seconds), until(task.deadline_unix_ms):
                 generated = await sample_group(self._engine, group.requests)
                 await self._updater.trusted.wait()
         except TimeoutError:
@@ -450,7 +446,7 @@ class Worker:
         await self._tell_health(alive=True)
         works = [group.work for group in self._groups.values() if group.work is not None]
         if works:
-            await asyncio.wait(works, timeout=self._grace_seconds)
+            await asyncio.wait(works, timeout=self._grace_left)
         self._raise_failure()
         left = [group.delivery for group in self._groups.values()]
         await self._cancel(self._groups.values())
@@ -464,11 +460,3 @@ class Worker:
                 await self._streams.hand_back(left)
         self._groups.clear()
         self._count_groups()
-
-
-@contextlib.asynccontextmanager
-async def _until(deadline_unix_ms: int) -> AsyncIterator[None]:
-    """Raises TimeoutError inside the block once the wall clock passes the deadline; 0: never."""
-    seconds = (deadline_unix_ms - now_unix_ms()) / 1000 if deadline_unix_ms else None
-    async with asyncio.timeout(seconds):
-        yield

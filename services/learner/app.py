@@ -8,16 +8,16 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from blake3 import blake3
 
 from offbeat.checkpoints import Checkpoint, Checkpoints, Meta
 from offbeat.config import Recipe
 from offbeat.errors import ConfigError
-from offbeat.ledger import Ledger, finished
+from offbeat.ledger import Ledger, finished, newest_numbers
 from offbeat.resume import check_settings, fixed_settings
 from offbeat.rpc import RpcServer
+from offbeat.rpc.deadline import END_SECONDS, end_in_time
 from offbeat.rpc.entry import run_folder, write_address
 from offbeat.streams.redis import RedisLearnerStreams
 from offbeat.v1 import checkpoint_pb2 as checkpoint
@@ -36,6 +36,7 @@ from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks, follow
 from services.learner.recorder import Recorder
 from services.learner.service import SERVICE_NAME, LearnerServicer
+from services.learner.stopping import on_stop_signals
 from services.learner.tasks import TaskMaker
 from services.learner.trainer import Trainer
 
@@ -99,49 +100,50 @@ def _run_first_rank(
     (folder / DATA_FILE).write_text(json.dumps(dataset.as_dict(), indent=1), encoding="utf-8")
     controls = Controls()
     recorder = Recorder(recipe, folder, learner_id)
-    _stop_on_signals(controls)
     with Background() as background:
         board = Board(total_steps=recipe.schedule.steps, event_loop=background.loop)
         servicer = LearnerServicer(
             board, controls, run_id=recipe.run_id, learner_id=learner_id, ranks=world
         )
         server = background.call(_serve(recipe, servicer, learner_id))
-        try:
-            loop = background.call(
-                _prepare(
-                    recipe,
-                    folder,
-                    ranks,
-                    background,
-                    board,
-                    controls,
-                    recorder,
-                    checkpoints,
-                    found,
-                    learner_id,
-                    dataset,
+
+        def stop() -> None:
+            background.start(server.health.set_ready(False))
+            controls.request_stop()
+
+        with on_stop_signals(background, stop):
+            try:
+                loop = background.call(
+                    _prepare(
+                        recipe,
+                        folder,
+                        ranks,
+                        background,
+                        board,
+                        controls,
+                        recorder,
+                        checkpoints,
+                        found,
+                        learner_id,
+                        dataset,
+                    )
                 )
-            )
-            background.call(server.health.set_ready(True))
-            finished = loop.run()
-            background.call(loop.coordinator.close(finished=finished))
-            if finished:
-                board.update(state=learner.LEARNER_STATE_FINISHED)
-            return 0 if finished or controls.stopped_by_caller else STOPPED
-        finally:
-            error = sys.exc_info()[1]
-            if error is not None:
-                board.update(state=learner.LEARNER_STATE_FAILED, error=str(error) or repr(error))
-            recorder.close()
-            background.call(server.stop(grace_seconds=2.0))
-
-
-def _stop_on_signals(controls: Controls) -> None:
-    def stop(number: int, frame: FrameType | None) -> None:
-        controls.stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+                if not controls.stop.is_set():
+                    background.call(server.health.set_ready(True))
+                finished = loop.run()
+                background.call(loop.coordinator.close(finished=finished))
+                if finished:
+                    board.update(state=learner.LEARNER_STATE_FINISHED)
+                return 0 if finished or controls.stopped_by_caller else STOPPED
+            finally:
+                # All of the run is written. Ended for this, the next learner finds it finished and ends with 0.
+                end_in_time(2 * END_SECONDS)
+                error = sys.exc_info()[1]
+                if error is not None:
+                    text = str(error) or repr(error)
+                    board.update(state=learner.LEARNER_STATE_FAILED, error=text)
+                recorder.close()
+                background.call(server.stop(grace_seconds=2.0))
 
 
 async def _serve(recipe: Recipe, servicer: LearnerServicer, learner_id: str) -> RpcServer:
@@ -200,15 +202,19 @@ async def _prepare(
         evaluator=Evaluator(recipe, dataset.heldout) if recipe.evaluation is not None else None,
     )
     parent = [meta.term, meta.step] if found is not None else None
+    term, version = newest_numbers(folder)
     meta.term = await coordinator.start(
-        learner_id=learner_id, term_floor=meta.term, needed_bytes=needed_bytes(recipe)
+        learner_id=learner_id,
+        term_floor=max(meta.term, term),
+        version_floor=version,
+        needed_bytes=needed_bytes(recipe),
     )
     meta.history.append((meta.term, meta.step))
     coordinator.ledger = Ledger(folder, meta.term)
     coordinator.ledger.write(
         "start", term=meta.term, step=meta.step, parent=parent, max_lag=recipe.schedule.max_lag
     )
-    recorder.start(meta.term, meta.step)
+    recorder.start(meta.term, meta.step, fence=coordinator.ledger.check)
     log.info("term %d starts at step %d of %d", meta.term, meta.step, recipe.schedule.steps)
     return Loop(
         recipe,

@@ -139,6 +139,11 @@ class Cohorts:
             self._next_issue += 1
         return admitted
 
+    @property
+    def places(self) -> list[Place]:
+        """Of all ordinals that are issued and not yet trained."""
+        return list(self._places.values())
+
     def missing(self) -> list[int]:
         """Ordinals that are issued and have no outcome yet."""
         return [ordinal for ordinal, place in self._places.items() if not place.settled]

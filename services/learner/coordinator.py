@@ -7,45 +7,29 @@ trains. Decisions are made in `cohorts` and `evaluation`; this module only carri
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from offbeat.config import Recipe
 from offbeat.errors import BacklogFull, OffbeatError, ServiceUnavailable
 from offbeat.ledger import Ledger
 from offbeat.streams.base import Delivery, LearnerStreams, Member
-from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import samples_pb2 as samples
-from offbeat.weights.client import CheckpointClient, PublishBase
-from offbeat.weights.manifest import describe
+from offbeat.weights.client import CheckpointClient
 from services.learner.cohorts import Cohorts, Place, Verdict
+from services.learner.ending import end, within
+from services.learner.entries import malformed, without_payload
 from services.learner.evaluation import Evaluation, Evaluator
+from services.learner.patience import Patience
 from services.learner.tasks import TaskMaker
+from services.learner.versions import Publication, Versions
 
 log = logging.getLogger(__name__)
 
-REISSUE_SECONDS = 60.0
-"""Time without a new result after which absent ordinals are looked for; also done after every reconnect."""
 OUTAGE_SECONDS = 600.0
 """Longest outage of Redis that the learner sits out."""
 FINISH_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
-PUBLISH_SECONDS = 600.0
-"""Longest time for a publish, restarts of the checkpoint service included."""
-
-
-@dataclass(frozen=True)
-class Publication:
-    """Weights to publish: the manifest but for its tensors, and name, dtype, shape and bytes of each tensor."""
-
-    manifest: checkpoint.Manifest
-    tensors: list[tuple[str, str, tuple[int, ...], memoryview]]
-
-    @property
-    def buffers(self) -> list[Any]:
-        """The bytes of each tensor."""
-        return [buffer for *_, buffer in self.tensors]
 
 
 class Coordinator:
@@ -65,50 +49,47 @@ class Coordinator:
         self._streams = streams
         self._weights = weights
         self.cohorts = cohorts
+        self.versions = Versions(weights, cohorts.lineage, keep=recipe.checkpoint.deltas)
         self._tasks = tasks
         self._evaluator = evaluator
         self.on_evaluation: Callable[[Evaluation, dict[str, float]], None] = (
             lambda evaluation, metrics: None
         )
-        self.on_publish: Callable[[int, Publication, float], None] = (
-            lambda version, publication, seconds: None
-        )
         self._arrived = asyncio.Condition()
-        self._publishing = asyncio.Lock()
-        self._published: PublishBase | None = None
-        self._last_arrival = time.monotonic()
-        self._issued_at: dict[int, float] = {}
+        # A worker gives a group up at its deadline; half as much again means that it got lost.
+        self._patience = Patience(1.5 * recipe.schedule.group_deadline_seconds)
         self._inherited: set[int] = set()
         self._unsettled: list[tuple[int, int, Delivery | None, int]] = []
         self._issuing: asyncio.Task[None] | None = None
         self.backlog_full = False
         self._collector: asyncio.Task[None] | None = None
+        self._guard: asyncio.Task[None] | None = None
+        self._hurried = False
         self.members: list[Member] = []
         self.term = 0
         self.ledger: Ledger | None = None
 
     # --- start and end
 
-    async def start(self, *, learner_id: str, term_floor: int, needed_bytes: int) -> int:
+    async def start(
+        self, *, learner_id: str, term_floor: int, version_floor: int, needed_bytes: int
+    ) -> int:
         """Takes over the run: a new term, everywhere. Returns the term."""
         await self._streams.prepare(needed_bytes=needed_bytes)
-        floor = max(self.cohorts.lineage.versions, default=0)
-        reply = await self._weights.acquire_learner(
-            learner_id, term_floor=term_floor, version_floor=floor
+        self.term = await self.versions.acquire(
+            learner_id, term_floor=term_floor, version_floor=version_floor
         )
-        self.term = reply.term
         await self._streams.begin_term(self.term)
         return self.term
 
     async def close(self, *, finished: bool) -> None:
         """Ends the collector and the connections; `finished` tells the workers that the run is over."""
         if finished:
-            await _within(FINISH_SECONDS, "telling the workers", self._streams.finish())
-        for task in (self._issuing, self._collector):
-            if task is not None:
-                await _end(task)
-        await _within(CLOSE_SECONDS, "closing the streams", self._streams.close())
-        await _within(CLOSE_SECONDS, "closing the channel", self._weights.close())
+            await within(FINISH_SECONDS, "telling the workers", self._streams.finish())
+        for task in self._running:
+            await end(task, CLOSE_SECONDS)
+        await within(CLOSE_SECONDS, "closing the streams", self._streams.close())
+        await within(CLOSE_SECONDS, "closing the channel", self._weights.close())
 
     # --- weights
 
@@ -117,25 +98,9 @@ class Coordinator:
 
         Issuing may have to wait for room in Redis, which only settled entries give; so nothing waits for issuing.
         """
+        version = await self.versions.publish(publication)
         given = publication.manifest
-        given.term = self.term
-        given.parent = max(self.cohorts.lineage.versions, default=0)
-        began = time.monotonic()
-        # Hashing takes longer than anything else here, and needs neither this loop nor the thread that trains.
-        given.MergeFrom(await asyncio.to_thread(describe, publication.tensors))
-        async with self._publishing:
-            reply = await self._weights.publish(
-                given,
-                publication.buffers,
-                base=self._published,
-                deadline_seconds=PUBLISH_SECONDS,
-            )
-            if self._recipe.checkpoint.deltas:
-                self._published = PublishBase(reply.manifest, publication.buffers)
-            version = reply.manifest.version
-            self.cohorts.lineage.add(version, given.step, given.update)
         self._record("publish", version=version, parent=given.parent, step=given.step)
-        self.on_publish(version, publication, time.monotonic() - began)
         opened: list[samples.PromptTask] = []
         if evaluate and self._evaluator is not None:
             opened = self._evaluator.start(
@@ -156,6 +121,7 @@ class Coordinator:
             # Not earlier: results of the last term belong to cohorts that are admitted only now.
             await self._inherit(admitted)
             self._collector = asyncio.create_task(self._collect(), name="collector")
+            self._guard = asyncio.create_task(self._guard_versions(), name="guard of the versions")
         for cohort in admitted:
             ordinals, version = self.cohorts.ordinals(cohort), self.cohorts.min_version(cohort)
             self._record(
@@ -171,13 +137,13 @@ class Coordinator:
             for ordinal in self.cohorts.ordinals(cohort):
                 if ordinal in in_flight:
                     self.cohorts.inherit(ordinal, in_flight[ordinal].attempt)
-                    self._issued_at[ordinal] = time.monotonic()
+                    self._patience.issued(ordinal, time.monotonic())
                     self._inherited.add(ordinal)
         if self._inherited:
             log.info("%d groups of the last term are still under way", len(self._inherited))
 
     def _task(self, ordinal: int, attempt: int) -> samples.PromptTask:
-        self._issued_at[ordinal] = time.monotonic()
+        self._patience.issued(ordinal, time.monotonic())
         cohort = ordinal // self._recipe.schedule.cohort_size
         version = self.cohorts.min_version(cohort)
         return self._tasks.make(ordinal, attempt=attempt, term=self.term, min_version=version)
@@ -198,15 +164,17 @@ class Coordinator:
     # --- gathering
 
     async def cohort(self, wait_seconds: float) -> list[tuple[int, Place]] | None:
-        """The next step's cohort, in ordinal order; None when it is not complete after `wait_seconds`."""
+        """The next step's cohort, in ordinal order; None when it is not complete after `wait_seconds`, or `hurry`."""
         try:
             async with asyncio.timeout(wait_seconds), self._arrived:
                 await self._arrived.wait_for(
-                    lambda: self._collector_died() or self.cohorts.complete()
+                    lambda: self._hurried or self._somebody_died() or self.cohorts.complete()
                 )
         except TimeoutError:
             return None
         self._raise_if_died()
+        if not self.cohorts.complete():
+            return None
         step = self.cohorts.next_step
         popped = self.cohorts.pop()
         if all(place.group is None for _, place in popped):
@@ -215,7 +183,7 @@ class Coordinator:
                 f"the first one: {popped[0][1].dead}"
             )
         for ordinal, place in popped:
-            self._issued_at.pop(ordinal, None)
+            self._patience.done(ordinal)
             self._inherited.discard(ordinal)
             size = place.group.ByteSize() if place.group is not None else 0
             self._unsettled.append(
@@ -230,36 +198,54 @@ class Coordinator:
         evaluator = self._evaluator
         try:
             async with asyncio.timeout(wait_seconds), self._arrived:
-                await self._arrived.wait_for(
-                    lambda: self._collector_died() or not evaluator.pending
-                )
+                await self._arrived.wait_for(lambda: self._somebody_died() or not evaluator.pending)
         except TimeoutError:
             return False
         self._raise_if_died()
         return True
 
-    def _collector_died(self) -> bool:
-        issuing = (
-            self._issuing is not None
-            and self._issuing.done()
-            and self._issuing.exception() is not None
+    async def hurry(self) -> None:
+        """From now on nobody waits for a cohort that is not complete: the run is to stop."""
+        self._hurried = True
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._arrived:
+            self._arrived.notify_all()
+
+    @property
+    def _running(self) -> list["asyncio.Task[None]"]:
+        tasks = (self._issuing, self._collector, self._guard)
+        return [task for task in tasks if task is not None]
+
+    def _somebody_died(self) -> bool:
+        return any(
+            task.done() and (task.cancelled() or task.exception() is not None)
+            for task in self._running
         )
-        return issuing or (self._collector is not None and self._collector.done())
 
     def _raise_if_died(self) -> None:
-        for task in (self._issuing, self._collector):
-            if task is not None and task.done():
+        for task in self._running:
+            if task.done():
                 task.result()
+
+    async def _guard_versions(self) -> None:
+        try:
+            await self.versions.guard(self._published_again)
+        finally:
+            await self._notify()
+
+    async def _published_again(self, version: int, publication: Publication) -> None:
+        given = publication.manifest
+        self._record("publish", version=version, parent=given.parent, step=given.step)
 
     async def _collect(self) -> None:
         try:
             await self._collect_for_ever()
         finally:
-            async with self._arrived:
-                self._arrived.notify_all()
+            await self._notify()
 
     async def _collect_for_ever(self) -> None:
-        checked = time.monotonic()
         broken_since: float | None = None
         while True:
             try:
@@ -268,12 +254,10 @@ class Coordinator:
                     broken_since = None
                     await self._reissue_absent("Redis came back")
                 await self._handle(found)
-                idle = time.monotonic() - max(checked, self._last_arrival)
-                if idle > REISSUE_SECONDS:
+                if self._patience.should_search(time.monotonic()):
                     await self._reissue_absent("no result for a while")
-                    checked = time.monotonic()
-                self._give_up_late()
                 self.members = await self._streams.members()
+                await self._give_up_late()
             except ServiceUnavailable as error:
                 broken_since = broken_since or time.monotonic()
                 if time.monotonic() - broken_since > OUTAGE_SECONDS:
@@ -284,15 +268,14 @@ class Coordinator:
     async def _handle(self, found: Iterable[Delivery]) -> None:
         done: list[Delivery] = []
         for delivery in found:
-            self._last_arrival = time.monotonic()
+            self._patience.arrived(time.monotonic())
             dead = isinstance(delivery.record, samples.DeadLetter)
             keep = await (self._handle_dead(delivery) if dead else self._handle_group(delivery))
             if not keep:
                 done.append(delivery)
         if done:
             await self._streams.settle(done, [])
-        async with self._arrived:
-            self._arrived.notify_all()
+        await self._notify()
 
     async def _handle_group(self, delivery: Delivery[samples.ScoredRollout]) -> bool:
         """Whether the entry stays pending: True for an accepted group, False for all that can be settled at once."""
@@ -305,10 +288,11 @@ class Coordinator:
         if problem is None:
             if not self.cohorts.lineage.contains(delivery.record.rollout):
                 # A fast generator can answer with a version whose publish has not returned here yet.
-                async with self._publishing:
-                    pass
+                await self.versions.settled()
             verdict = self.cohorts.add_group(delivery)
             if verdict is Verdict.ACCEPTED:
+                return True
+            if verdict is Verdict.DUPLICATE and self._keeps(delivery):
                 return True
             if verdict is Verdict.DUPLICATE:
                 log.info(
@@ -344,7 +328,14 @@ class Coordinator:
         )
         if verdict is Verdict.ACCEPTED:
             log.warning("ordinal %d is dead: %s", letter.ordinal, letter.reason)
-        return verdict is Verdict.ACCEPTED
+        return verdict is Verdict.ACCEPTED or self._keeps(delivery)
+
+    def _keeps(self, delivery: Delivery) -> bool:
+        """Whether the entry itself was accepted before: a Redis that forgot so delivers it once more."""
+        kept = [place.delivery for place in self.cohorts.places] + [
+            item[2] for item in self._unsettled
+        ]
+        return any(other is not None and other.key == delivery.key for other in kept)
 
     def _finish_evaluation(self, evaluation: Evaluation | None) -> None:
         if evaluation is not None and self._evaluator is not None:
@@ -373,19 +364,19 @@ class Coordinator:
             self._record("reissue", ordinal=ordinal, attempt=attempt, why=why)
         await self._issue([self._task(ordinal, attempt) for ordinal, attempt in attempts.items()])
 
-    def _give_up_late(self) -> None:
+    async def _give_up_late(self) -> None:
         """Groups past their deadline are normally given up by a worker; one that got lost is given up here."""
-        limit = self._recipe.schedule.group_deadline_seconds * 1.5
-        now = time.monotonic()
-        if not any(member.role == "generator" for member in self.members):
-            return  # nobody could have done them
-        # While results arrive, the queue moves, and a place in it is no fault of the group.
-        late = [o for o, at in self._issued_at.items() if now - max(at, self._last_arrival) > limit]
+        possible = {member.role for member in self.members} >= {"generator", "reward"}
+        late = self._patience.late(time.monotonic(), possible=possible)
         for ordinal in late:
-            reason = f"no result {limit:g} s after it was issued (schedule.group_deadline_seconds and half again)"
+            reason = (
+                f"no result for {self._patience.limit_seconds:g} s, though there were workers "
+                "(schedule.group_deadline_seconds and half again)"
+            )
             if self.cohorts.add_dead(ordinal, reason) is Verdict.ACCEPTED:
                 log.warning("ordinal %d is dead: %s", ordinal, reason)
-            del self._issued_at[ordinal]
+        if late:
+            await self._notify()
 
     # --- settling
 
@@ -409,71 +400,3 @@ class Coordinator:
     def _record(self, event: str, **fields: Any) -> None:
         if self.ledger is not None:
             self.ledger.write(event, **fields)
-
-
-async def _end(task: "asyncio.Task[None]") -> None:
-    """Ends a task. A cancellation can meet an operation that is just ending and get lost in it: it is repeated."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=1.0)
-
-
-async def _within(seconds: float, what: str, work: Coroutine[Any, Any, None]) -> None:
-    """Waits for the work, but no longer than that: the run is done, and its process must end."""
-    task = asyncio.ensure_future(work)
-    await asyncio.wait({task}, timeout=seconds)
-    if not task.done():
-        log.error("%s did not end within %g s; going on without", what, seconds)
-        task.cancel()
-    elif task.exception() is not None:
-        log.error("%s failed: %s", what, task.exception())
-
-
-def without_payload(delivery: Delivery) -> Delivery:
-    """The delivery as it is kept until a checkpoint contains it: what was learned from it is not needed any more."""
-    if isinstance(delivery.record, samples.DeadLetter):
-        return delivery
-    task = delivery.record.rollout.task
-    bare = samples.PromptTask(ordinal=task.ordinal, attempt=task.attempt, kind=task.kind)
-    return replace(delivery, record=samples.ScoredRollout(rollout=samples.Rollout(task=bare)))
-
-
-def malformed(record: samples.ScoredRollout) -> str | None:
-    """Why a scored group can't be trained on: its parts do not fit together; None when they do."""
-    rollout = record.rollout
-    k = rollout.task.k
-    if len(rollout.completions) != k or len(record.scores) != k:
-        return f"expected {k} completions and scores, found {len(rollout.completions)} and {len(record.scores)}"
-    for index, completion in enumerate(rollout.completions):
-        tokens = len(completion.token_ids)
-        counted = sum(span.count for span in completion.version_spans)
-        if len(completion.logprobs) != tokens or counted != tokens:
-            return (
-                f"completion {index}: {tokens} tokens, {len(completion.logprobs)} log-probs, "
-                f"versions of {counted} tokens; expected the same number of each"
-            )
-    return None
-
-
-def waiting_times(members: Iterable[Member], role: str) -> dict[str, tuple[float, float]]:
-    """Seconds without work and seconds since the start, by member, for the workers of a role that tell."""
-    return {
-        member.member_id: (
-            float(member.info["waiting_seconds"]),
-            float(member.info["uptime_seconds"]),
-        )
-        for member in members
-        if member.role == role and "uptime_seconds" in member.info
-    }
-
-
-def waiting_fraction(
-    members: Iterable[Member], role: str, earlier: Mapping[str, tuple[float, float]]
-) -> float | None:
-    """Mean share of the time since `earlier` that a role's workers waited; None when none of them tells."""
-    shares = []
-    for member_id, (waited, uptime) in waiting_times(members, role).items():
-        waited_before, uptime_before = earlier.get(member_id, (0.0, 0.0))
-        if uptime > uptime_before:
-            shares.append((waited - waited_before) / (uptime - uptime_before))
-    return sum(shares) / len(shares) if shares else None

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -123,3 +123,15 @@ def component_metrics(scored: Sequence[samples.ScoredRollout]) -> dict[str, floa
                 if component.HasField("value"):
                     values.setdefault(component.name, []).append(component.value)
     return {f"reward_component/{name}": sum(v) / len(v) for name, v in values.items()}
+
+
+def versions_of(groups: Iterable[samples.ScoredRollout]) -> list[int]:
+    """Versions that any token of the groups comes from, oldest first."""
+    return sorted(
+        {
+            span.version
+            for group in groups
+            for completion in group.rollout.completions
+            for span in completion.version_spans
+        }
+    )

@@ -21,7 +21,7 @@ from services.learner.background import Background
 from services.learner.batching import Group
 from services.learner.best import BestVersion
 from services.learner.cohorts import Place
-from services.learner.coordinator import Coordinator, Publication, waiting_fraction, waiting_times
+from services.learner.coordinator import Coordinator
 from services.learner.evaluation import GREEDY, SAMPLED, Evaluation
 from services.learner.export import write_card
 from services.learner.groups import (
@@ -32,11 +32,14 @@ from services.learner.groups import (
     permuted,
     reward_metrics,
     to_group,
+    versions_of,
 )
 from services.learner.health import Health
 from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks
 from services.learner.recorder import Recorder
+from services.learner.versions import Publication
+from services.learner.waiting import waiting_fraction, waiting_times
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +85,13 @@ class Loop:
         self._background = background
         self.coordinator = coordinator
         coordinator.on_evaluation = self.on_evaluation
-        coordinator.on_publish = self._on_publish
+        coordinator.versions.on_publish = self._on_publish
         ranks.tell_parts(recorder.on_part)
+        assert coordinator.ledger is not None, "the coordinator must have taken over the run"
+        self._ledger = coordinator.ledger
         self._board = board
         self._controls = controls
+        controls.on_stop = lambda: background.start(coordinator.hurry())
         self._recorder = recorder
         self._activity = recorder.activity
         self._checkpoints = checkpoints
@@ -204,23 +210,15 @@ class Loop:
         arrived = [(ordinal, place.group) for ordinal, place in gathered if place.group is not None]
         trained = [(ordinal, group) for ordinal, group in arrived if ordinal not in filtered]
         cohorts = self.coordinator.cohorts
-        if self.coordinator.ledger is not None:
-            self.coordinator.ledger.write(
-                "step",
-                step=step,
-                trained=[ordinal for ordinal, _ in trained],
-                filtered=sorted(filtered),
-                dead=dead,
-                lag=[cohorts.lag(step, group.rollout.completions) for _, group in trained],
-                versions=sorted(
-                    {
-                        span.version
-                        for _, group in trained
-                        for completion in group.rollout.completions
-                        for span in completion.version_spans
-                    }
-                ),
-            )
+        self._ledger.write(
+            "step",
+            step=step,
+            trained=[ordinal for ordinal, _ in trained],
+            filtered=sorted(filtered),
+            dead=dead,
+            lag=[cohorts.lag(step, group.rollout.completions) for _, group in trained],
+            versions=versions_of(group for _, group in trained),
+        )
         counts = self._meta.counts
         counts["trained"] = counts.get("trained", 0) + len(trained)
         counts["filtered"] = counts.get("filtered", 0) + len(filtered)
@@ -353,6 +351,7 @@ class Loop:
             self._controls.save.clear()
             self._board.update()
             return
+        self._ledger.check()
         partial = self._checkpoints.begin(self._meta.term, self._meta.step)
         self._ranks.save(partial)
         assert self._publishing is not None
@@ -365,12 +364,9 @@ class Loop:
         self._controls.save.clear()
 
     def _commit(self, partial: Path, meta: Meta) -> None:
-        ledger = self.coordinator.ledger
-        if ledger is not None:
-            ledger.sync()
-        committed = self._checkpoints.commit(partial, meta)
-        if ledger is not None:
-            ledger.write("checkpoint", step=meta.step, name=committed.path.name)
+        self._ledger.sync()
+        committed = self._checkpoints.commit(partial, meta, fence=self._ledger.check)
+        self._ledger.write("checkpoint", step=meta.step, name=committed.path.name)
         self._background.call(self.coordinator.settle(meta.step))
         self._board.checkpoint_step, self._board.checkpoint_path = meta.step, str(committed.path)
         self._board.update()
@@ -393,13 +389,13 @@ class Loop:
             self._save()
         self._drain()
         self._activity.enter("export")
+        self._ledger.check()
         self._ranks.export(self._run_folder / "export")
         write_card(self._recipe, self._run_folder / "export", step=self._meta.step)
         if self._recipe.learner.lora is not None:
             adapter = self._run_folder / "adapter"
             write_card(self._recipe, adapter, step=self._meta.step, adapter=True)
-        if self.coordinator.ledger is not None:
-            self.coordinator.ledger.write("finish", step=self._meta.step)
+        self._ledger.write("finish", step=self._meta.step)
 
     def _await_evaluation(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -3,16 +3,18 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from offbeat.v1 import learner_pb2 as learner
 
 
 class Controls:
-    """What a caller of the service asked for; the loop looks at it between steps."""
+    """What a caller of the service or a signal asked for; the loop looks at it between steps."""
 
     def __init__(self) -> None:
+        self.on_stop: Callable[[], object] = lambda: None
+        """Is called when the loop shall stop, to end its waits."""
         self._running = threading.Event()
         self._running.set()
         self.stop = threading.Event()
@@ -24,6 +26,11 @@ class Controls:
     def paused(self) -> bool:
         """Whether the loop shall stand still."""
         return not self._running.is_set() and not self.stop.is_set()
+
+    def request_stop(self) -> None:
+        """Asks the loop to end after the present step."""
+        self.stop.set()
+        self.on_stop()
 
     def pause(self) -> None:
         """Asks the loop to stand still after the present step."""

@@ -3,7 +3,7 @@
 None of it is needed to go on with a run; the ledger and the checkpoints are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from offbeat.config import Recipe
@@ -30,12 +30,14 @@ class Recorder:
         self._metrics = MetricsWriter(run_folder, tensorboard=recipe.telemetry.tensorboard)
         self._samples = SamplesFile(run_folder, self._settings)
         self._term = 0
+        self._fence: Callable[[], None] = lambda: None
         self._publish_metrics: dict[str, float] = {}
         self.activity = Activity.open(run_folder, "learner", learner_id)
 
-    def start(self, term: int, step: int) -> None:
-        """This learner goes on after `step` steps."""
-        self._term = term
+    def start(self, term: int, step: int, *, fence: Callable[[], None]) -> None:
+        """This learner goes on after `step` steps. `fence` raises `Fenced` once another one does: asked before each
+        write to a file that the two would share."""
+        self._term, self._fence = term, fence
         self._metrics.start(term, step)
         self.activity.note("term", term=term, step=step)
 
@@ -45,12 +47,14 @@ class Recorder:
 
     def write_step(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """The step is done; `version` is the newest one then. Adds what the last publish took."""
+        self._fence()
         self._metrics.write_step(step, version, {**metrics, **self._publish_metrics})
 
     def write_samples(
         self, cohorts: Cohorts, step: int, trained: Sequence[samples.ScoredRollout]
     ) -> None:
         """Keeps some of the groups that made step number `step`, counted from 1."""
+        self._fence()
         count = self._settings.groups_per_step
         for scored in chosen(trained, count, seed=self._recipe.run.seed, step=step):
             completions = scored.rollout.completions
@@ -69,6 +73,7 @@ class Recorder:
 
     def write_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:
         """The results of an evaluation, and what was kept of its completions."""
+        self._fence()
         step, version, mode = evaluation.step, evaluation.version, evaluation.mode
         self._metrics.write_evaluation(step, version, mode, metrics)
         for scored in evaluation.kept:

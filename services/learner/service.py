@@ -81,5 +81,5 @@ class LearnerServicer(learner_grpc.LearnerServiceServicer):
     ) -> learner.StopResponse:
         self._controls.save_on_stop = request.save_checkpoint
         self._controls.stopped_by_caller = True
-        self._controls.stop.set()
+        self._controls.request_stop()
         return learner.StopResponse(step=self._board.read().step)

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from offbeat.config import Recipe
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, OffbeatError
 from offbeat.rpc import RpcServer, terminated
+from offbeat.rpc.deadline import end_in_time, loop_turns
 from offbeat.rpc.entry import run_folder, write_address
 from offbeat.streams.redis import RedisWorkerStreams
 from offbeat.telemetry.activity import Activity
@@ -51,6 +52,11 @@ async def serve(recipe: Recipe) -> None:
         servicer.scorer = scorer
         streams = RedisWorkerStreams(url, recipe.run_id, "reward", worker_id, recipe.redis)
         activity = Activity.open(run_folder(recipe), "reward", worker_id)
+
+        async def tell(alive: bool) -> None:
+            loop_turns(2 * recipe.reward.timeout_seconds)
+            await server.health.set_alive(alive)
+
         worker = Worker(
             streams,
             scorer,
@@ -58,7 +64,7 @@ async def serve(recipe: Recipe) -> None:
             counters,
             worker_id=worker_id,
             beat_seconds=recipe.redis.beat_seconds,
-            on_alive=server.health.set_alive,
+            on_alive=tell,
             activity=activity,
         )
         draining = asyncio.create_task(_drain_on(stop, server, counters))
@@ -69,6 +75,7 @@ async def serve(recipe: Recipe) -> None:
                 log.info("ready: %s", functions)
                 await worker.run(stop)
         finally:
+            end_in_time()
             draining.cancel()
             await server.health.set_ready(False)
             await _leave(streams)
@@ -130,7 +137,7 @@ async def _drain_on(stop: asyncio.Event, server: RpcServer, counters: Counters) 
 
 
 async def _leave(streams: RedisWorkerStreams) -> None:
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, OffbeatError):
         async with asyncio.timeout(LEAVE_SECONDS):
             await streams.leave()
     await streams.close()

@@ -69,7 +69,20 @@ class Worker:
         Raises `BrokenFunction`, `FunctionStuck` or `FunctionBlocked`, after which the process must end, and
         `ServiceUnavailable` when Redis stays away.
         """
-        beats = asyncio.create_task(self._beat())
+        beats, work = asyncio.create_task(self._beat()), asyncio.create_task(self._work(stop))
+        try:
+            # Without heartbeats all that is held would be claimed by others, again and again.
+            await asyncio.wait({beats, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, beats):
+                task.cancel()
+            await asyncio.wait({work, beats})
+            await self._hand_back()
+        for task in (work, beats):
+            if not task.cancelled():
+                task.result()
+
+    async def _work(self, stop: asyncio.Event) -> None:
         stopped = asyncio.create_task(stop.wait())
         try:
             while not stop.is_set():
@@ -80,8 +93,6 @@ class Worker:
                     )
         finally:
             stopped.cancel()
-            beats.cancel()
-            await self._hand_back()
 
     async def _take(self) -> list[Rollouts]:
         self._activity.enter("idle")
@@ -96,13 +107,14 @@ class Worker:
     async def _finish_or_drain(
         self, batch: asyncio.Task[None], stopped: asyncio.Task[bool]
     ) -> None:
-        await asyncio.wait({batch, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not batch.done():
-            await asyncio.wait({batch}, timeout=self._settings.rpc.drain_seconds)
-        if not batch.done():
-            log.warning(
-                "scoring was not done within the %g s of a drain", self._settings.rpc.drain_seconds
-            )
+        grace = self._settings.rpc.drain_seconds
+        try:
+            await asyncio.wait({batch, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not batch.done():
+                await asyncio.wait({batch}, timeout=grace)
+            if not batch.done():
+                log.warning("scoring was not done within the %g s of a drain", grace)
+        finally:
             batch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await batch

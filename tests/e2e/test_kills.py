@@ -3,11 +3,15 @@
 Pass condition of all tests here: exit code 0, and each ordinal counts exactly once in the history of the weights.
 """
 
+import asyncio
 import random
+import signal
 import time
 
+import psutil
 import pytest
 
+from offbeat.local.status import run_status
 from offbeat.report.records import read_metrics
 from tests.harness.whole_run import DETERMINISTIC, VLLM, resume, start, write_recipe
 
@@ -46,6 +50,39 @@ def test_each_process_may_die(tmp_path):
         assert [line["step"] for line in metrics.steps] == list(range(1, 25))
         assert len(metrics.starts) == audit.terms
         assert len(metrics.rolled_back) >= audit.retrained_steps - 1  # killed before it could tell
+
+
+def check_status(run):
+    """Every worker is seen, with its heartbeat and what it gets done."""
+    found = asyncio.run(run_status(run.folder))
+    workers = [member for member in found.members if member.service in {"generator", "reward"}]
+    assert len(workers) == 4
+    assert all(worker.seconds_since_beat is not None for worker in workers)
+    assert sum(worker.groups_per_minute for worker in workers) > 0
+
+
+@pytest.mark.slow
+def test_a_rolling_restart_loses_nothing(tmp_path):
+    """SIGTERM to one process after the other, as an upgrade does, and a machine that is reclaimed: no work is lost."""
+    recipe = write_recipe(
+        tmp_path,
+        schedule={"steps": 100_000},
+        generator={"replicas": 2, "engine": DETERMINISTIC | {"token_seconds": 0.005}},
+        reward={"replicas": 2},
+        learner={"checkpoints": {"every_steps": 1000}},
+    )
+    with start(recipe) as run:
+        run.wait_for_step(2)
+        check_status(run)
+        for service in SERVICES:
+            ended = run.kill(service, signal.SIGTERM)
+            run.wait_for(lambda ended=ended: not psutil.pid_exists(ended), f"the end of {service}")
+            run.wait_for_step(run.step() + 2)
+        run.close()
+        audit = run.audit()
+        assert audit.terms == 2
+        assert audit.trained == audit.steps * 8
+        assert (audit.dead, audit.reissued, audit.retrained_steps) == (0, 0, 0)
 
 
 @pytest.mark.slow

@@ -47,12 +47,13 @@ async def serving(
     lease_seconds: float = 600.0,
     mark: VersionMark | None = None,
     load: bool = True,
+    port: int = 0,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     store = VersionStore(folder, RUN, keep)
     servicer = CheckpointServicer(store, lease_seconds=lease_seconds, mark=mark, **settings)
     server = rpc.RpcServer(
-        RpcSettings(),
+        RpcSettings(bind=f"127.0.0.1:{port}"),
         SERVICE_NAME,
         lambda server: add_to_server(servicer, server),
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat.checkpoints import Checkpoints, Meta
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import CheckpointError, ConfigError, Fenced
 from offbeat.resume import check_settings, fixed_settings
 
 
@@ -117,3 +117,22 @@ def test_an_overtaken_learner_leaves_the_newer_ones_work_alone(tmp_path):
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         ".partial-000003-00000005"
     }
+
+
+@pytest.mark.parametrize("asked", [1, 2], ids=["before the rename", "before it counts"])
+def test_a_learner_that_was_overtaken_leaves_no_checkpoint(tmp_path, asked):
+    """It asks before each change that others see, and may be frozen for any time in between."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 1, 1)
+    before = sorted(tmp_path.rglob("*"))
+    answers = iter([None] * (asked - 1) + [Fenced("term 2 began")])
+
+    def fence():
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+
+    partial = checkpoints.begin(1, 2)
+    with pytest.raises(Fenced):
+        checkpoints.commit(partial, Meta(2, 2, 1, {1: (0, 0)}, [(1, 0)]), fence=fence)
+    assert sorted(tmp_path.rglob("*")) == before

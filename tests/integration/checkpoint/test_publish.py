@@ -14,6 +14,7 @@ from offbeat.local.redis_server import RedisServer
 from offbeat.streams.redis import RedisLearnerStreams, RedisVersionMark
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.weights.client import CheckpointClient
+from services.checkpoint.service import SKIPPED
 from services.checkpoint.store import COMMIT_POINTS
 from tests.harness.checkpoints import (
     MIB,
@@ -70,9 +71,12 @@ async def test_a_learner_that_was_overtaken_during_its_upload_changes_nothing(
 async def test_terms_and_numbers_respect_what_the_learner_remembers(
     client: CheckpointClient,
 ) -> None:
+    """The service has no memory of its own here, so versions that the learner never heard of may be out there, too."""
     response = await client.acquire_learner("learner", term_floor=8, version_floor=17)
     assert response.term == 9
-    assert (await publish(client, tensors(99), term=9)).manifest.version == 18
+    assert (await publish(client, tensors(99), term=9)).manifest.version == 17 + SKIPPED + 1
+    await client.acquire_learner("learner", term_floor=9, version_floor=17)
+    assert (await publish(client, tensors(99), term=10)).manifest.version == 17 + SKIPPED + 2
 
 
 async def test_terms_outlive_the_service(tmp_path: Path) -> None:

@@ -111,13 +111,24 @@ class Run:
         await self.learner.close()
         await self.reward.close()
 
-    def generator(self, engine: Mapping[str, Any] | None = None, **settings: Any) -> Generator:
+    def generator(
+        self,
+        engine: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Generator:
         """Starts a generator."""
         self._names += 1
         recipe = self._recipe(
             f"generator-{self._names}", {"engine": {**DETERMINISTIC, **(engine or {})}, **settings}
         )
-        service = Generator("generator", recipe, self.folder / self.id, member_id=str(self._names))
+        service = Generator(
+            "generator",
+            recipe,
+            self.folder / self.id,
+            member_id=str(self._names),
+            environment=environment,
+        )
         self._stack.enter_context(service)
         service.start()
         return service

@@ -10,7 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from offbeat import rpc
-from offbeat.streams.base import Stream
+from offbeat.failpoints import VARIABLE
+from offbeat.streams.base import Delivery, Stream
 from offbeat.v1 import generator_pb2 as generator
 from offbeat.v1 import generator_pb2_grpc as generator_grpc
 from offbeat.v1 import samples_pb2 as samples
@@ -148,6 +149,51 @@ async def test_groups_of_a_killed_generator_are_made_again_just_alike(run_with_m
     for ordinal, rollout in rollouts.items():
         tokens = [list(c.token_ids) for c in rollout.completions]
         assert tokens == [list(c.token_ids) for c in repeated[ordinal].completions]
+
+
+@pytest.mark.slow
+async def test_a_task_that_kills_its_generator_costs_itself_only(run_with_model: Run) -> None:
+    """A new generator is started after each death, as a supervisor does; what else it held is no less good for it."""
+    run = run_with_model
+    await run.publish(0)
+    poisoned = {VARIABLE: "generator.ordinal_3=kill"}
+    await run.learner.issue([run.task(ordinal) for ordinal in range(6)])
+    results: list[Delivery[Any]] = []
+    deaths = 0
+    service = run.generator(environment=poisoned)
+    while len(results) < 6:
+        if service.process.poll() is not None:
+            deaths += 1
+            service = run.generator(environment=poisoned)
+        for delivery in await run.reward.take(64, wait_seconds=0.0):
+            scores = [samples.CompletionScore() for _ in delivery.record.completions]
+            await run.reward.hand_off(delivery, samples.ScoredRollout(scores=scores))
+        results += await run.learner.collect(wait_seconds=0.2)
+    [letter] = [d.record for d in results if isinstance(d.record, samples.DeadLetter)]
+    assert (letter.ordinal, letter.deliveries) == (3, 3)
+    assert "while it processed nothing else" in letter.reason
+    assert deaths == 3
+
+
+async def test_a_drain_does_not_wait_for_a_swap_that_is_put_off(run_with_model: Run) -> None:
+    """Groups that only the version held may generate put a swap off; the drain does not wait for it."""
+    run = run_with_model
+    await run.publish(0)
+    service = run.generator(STUCK, rpc={"drain_seconds": 1.0})
+    address = await service.ready()
+    await run.learner.issue([run.task(0, max_version=1)])
+    await until(lambda: _in_flight(address), "the group")
+    await run.publish(1)
+    service.process.terminate()
+
+    async def not_ready() -> bool:
+        return await health(address) != SERVING
+
+    await until(not_ready, "readiness to go")
+    assert await service.ended() == 0
+    run.generator()
+    await run.publish(2)
+    assert list(await run.rollouts(1)) == [0]
 
 
 async def test_two_generators_share_the_work(run_with_model: Run) -> None:

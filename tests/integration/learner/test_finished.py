@@ -1,6 +1,8 @@
 """A learner that is started once more after the end of its run: a container engine or a cluster may well do that."""
 
+import faulthandler
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,13 @@ def recipe(tmp_path: Path) -> Recipe:
         write_recipe(tmp_path),
         ["run.id=mine", "schedule.steps=2", "redis.outage_seconds=1", *NOWHERE],
     )
+
+
+@pytest.fixture(autouse=True)
+def go_on() -> Iterator[None]:
+    """A learner that has ended makes sure that its process ends, too, which is this one here."""
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def start(recipe: Recipe) -> int:

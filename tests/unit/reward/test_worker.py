@@ -137,3 +137,28 @@ async def test_a_batch_that_fails_is_scored_group_by_group(learner_and_server):
     assert calls == [["0", "1", "2"], ["0"], ["1"], ["2"], ["1"]]
     assert worker._counters.groups_dead == 1
     assert worker._counters.groups_finished == 2
+
+
+async def test_a_worker_whose_heartbeats_end_ends_too_and_gives_its_groups_back(learner_and_server):
+    """Otherwise it would hold groups that are claimed by others, again and again, and nobody would notice."""
+    learner, server = learner_and_server
+    scoring = asyncio.Event()
+
+    async def endless(completions):
+        scoring.set()
+        await asyncio.sleep(600)
+
+    async def on_alive(alive):
+        if scoring.is_set():
+            raise OSError("the heartbeat can't go on")
+
+    worker = _worker(server, endless, "w", on_alive)
+    with pytest.raises(OSError, match="can't go on"):
+        await worker.run(asyncio.Event())
+    stop = asyncio.Event()
+    peer = _worker(server, lambda completions: [1.0] * len(completions), "peer")
+    running = asyncio.create_task(peer.run(stop))
+    results = await _collect(learner, 3)
+    assert {result.record.reward_worker_id for result in results} == {"peer"}
+    stop.set()
+    await running
