@@ -24,7 +24,7 @@ from services.learner.batching import StepBatch, Unit, rows_in
 from services.learner.engine import Engine
 from services.learner.logprobs import completions
 from services.learner.losses.ppo import PPOLoss
-from services.learner.model import without_dropout
+from services.learner.model import made_trainable, without_dropout
 from services.learner.scoring import Passes
 from services.learner.step import StepState
 
@@ -90,10 +90,7 @@ def load_critic(folder: str | Path, *, dtype: str) -> nn.Module:
         )
     if missing:
         nn.init.zeros_(head.weight)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.train()
+    return made_trainable(model)
 
 
 class Critic:

@@ -106,9 +106,19 @@ def load_policy(folder: str | Path, *, dtype: str = "float32") -> PreTrainedMode
             f"{folder}: expected all weights of {type(model).__name__}, found {len(missing)} missing "
             f"(such as {', '.join(missing[:3])}); save the model again with save_pretrained"
         )
+    return made_trainable(model)
+
+
+def made_trainable(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in train mode, without dropout, every token's embedding trained. Changed in place."""
+    import torch
+
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    # torch trains no embedding of the pad token. Where that is the end token too, it would miss its gradient; what
+    # only pads gets none anyway, since no loss is taken there.
+    model.get_input_embeddings().padding_idx = None
     return model.train()
 
 
