@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from offbeat.local.status import MemberStatus, RunStatus
 
 WATCH_SECONDS = 2.0
+PIPE_WIDTH = 160
 
 
 def status(
@@ -24,6 +25,7 @@ def status(
     """Show what every process of a run is doing, and how full its streams are."""
     import asyncio
     import json
+    import sys
     import time
     from dataclasses import asdict
 
@@ -40,7 +42,8 @@ def status(
     if as_json:
         print(json.dumps(asdict(found), indent=2))
         return
-    console = Console()
+    # A pipe has no width: what reads it shall not get cells that were folded for 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if not watch:
         console.print(_render(found))
         return

@@ -11,6 +11,9 @@ from pydantic import Field
 from services.reward.functions.answers import answers_of
 from services.reward.functions.reward_model import RewardModel, RewardModelParams
 
+ROUNDING = 1e-5
+"""Two scores of one text may differ by so much: what a batch is padded to changes the order of its sums."""
+
 
 class RewardModelWinParams(RewardModelParams):
     """Params of `reward_model_win`."""
@@ -39,4 +42,7 @@ class RewardModelWin:
             scores = self._model([prompt for prompt, _ in new], [text for _, text in new])
             self._known.update(zip(new, scores, strict=True))
         found = self._model(prompts, completions)
-        return [float(score > self._known[pair]) for score, pair in zip(found, pairs, strict=True)]
+        return [
+            float(score > self._known[pair] + ROUNDING)
+            for score, pair in zip(found, pairs, strict=True)
+        ]
