@@ -79,7 +79,8 @@ def _check_export(folder: Path) -> None:
 def test_a_fast_generator_runs_max_lag_ahead(tmp_path, max_lag):
     # So many micro-batches that the learner is the slow one, however busy the machine is.
     learner = {"batching": {"micro_batch_tokens": 12}}
-    recipe = write_recipe(tmp_path, schedule={"steps": 12, "max_lag": max_lag}, learner=learner)
+    schedule = {"steps": 12, "prompts_per_step": 48, "max_lag": max_lag}
+    recipe = write_recipe(tmp_path, schedule=schedule, learner=learner)
     with start(recipe) as run:
         run.succeed()
         counts = run.audit().lag_counts
