@@ -32,12 +32,13 @@ class NoRoom(WeightsError):
     """The file system has no room for the weights."""
 
 
-def chunks(buffers: Sequence[memoryview], size: int = CHUNK_BYTES) -> Iterator[bytes | memoryview]:
-    """The bytes of all buffers, one after the other, in pieces of `size` (the last one: the rest).
+def chunks(buffers: Sequence[memoryview], size: int | None = None) -> Iterator[bytes | memoryview]:
+    """The bytes of all buffers, one after the other, in pieces of `size` (None: `CHUNK_BYTES`; the last one: the rest).
 
     Small buffers share a piece, so a model with thousands of biases takes no more messages; a piece
     of one buffer is a view of it.
     """
+    size = size or CHUNK_BYTES
     gathered: list[memoryview] = []
     room = size
     for buffer in buffers:

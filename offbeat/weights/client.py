@@ -223,7 +223,7 @@ class CheckpointClient:
 
     async def close(self) -> None:
         """Closes the channels, whereby calls under way are cancelled, and removes the held file."""
-        self._downloader.drop_held()
+        self._downloader.drop_held(at_once=True)
         await self._connection.close()
 
     async def _call(

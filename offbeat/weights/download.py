@@ -90,10 +90,10 @@ class Downloader:
         )
         return await self._receive(directory, version, base, True, retry)
 
-    def drop_held(self) -> None:
-        """Forgets the base of the next delta, and removes its file."""
+    def drop_held(self, *, at_once: bool = False) -> None:
+        """Forgets the base of the next delta, and removes its file; see `HeldWeights.drop`."""
         if self._held is not None:
-            self._held.drop()
+            self._held.drop(at_once=at_once)
             self._held = None
 
     async def _patch(self, held: HeldWeights, received: Delta, retry: Retry) -> bool:

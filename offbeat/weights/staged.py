@@ -58,6 +58,7 @@ class HeldWeights:
         self.manifest = manifest
         self._free = asyncio.Event()
         self._free.set()
+        self._dropped = False
         with path.open("r+b") as file:
             self._mapping = mmap.mmap(file.fileno(), 0) if manifest.total_bytes else None
 
@@ -71,8 +72,13 @@ class HeldWeights:
         self._free.clear()
         loop = asyncio.get_running_loop()
 
+        def free() -> None:
+            self._free.set()
+            if self._dropped:
+                self.path.unlink(missing_ok=True)
+
         def release() -> None:
-            loop.call_soon_threadsafe(self._free.set)  # the user may be a thread
+            loop.call_soon_threadsafe(free)  # the user may be a thread
 
         return StagedWeights(self.path, self.manifest, release=release)
 
@@ -95,9 +101,11 @@ class HeldWeights:
             self.drop()
             raise
 
-    def drop(self) -> None:
-        """Removes the file. Who still uses it keeps its pages."""
-        self.path.unlink(missing_ok=True)
+    def drop(self, *, at_once: bool = False) -> None:
+        """Removes the file; while somebody uses it, and may not have opened it yet, only once that one discards it."""
+        self._dropped = True
+        if at_once or self._free.is_set():
+            self.path.unlink(missing_ok=True)
 
     def _patch(self, difference: bytes, manifest: checkpoint.Manifest) -> None:
         weights = memoryview(self._mapping) if self._mapping is not None else memoryview(b"")

@@ -7,7 +7,7 @@ on to receivers as they came. An older version is fetched when somebody asks for
 import asyncio
 import logging
 
-from offbeat.errors import IntegrityError, OffbeatError, WeightsError
+from offbeat.errors import IntegrityError, OffbeatError
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.weights.client import CheckpointClient
 from offbeat.weights.incoming import Delta, FullFile
@@ -91,7 +91,7 @@ class Mirror:
     async def _try_to_fetch(self, version: int) -> bool:
         try:
             await self.get(version)
-        except (WeightsError, OffbeatError) as error:
+        except (OffbeatError, UnknownVersion) as error:
             log.warning("version %d can't be mirrored: %s", version, error)
             return False
         return True
@@ -114,8 +114,14 @@ class Mirror:
             )
             assert isinstance(received, FullFile | Delta)  # a mapped file is not asked for
             try:
+                if isinstance(received, Delta) and (
+                    base is None or received.base_version != base.version
+                ):
+                    raise IntegrityError(
+                        f"a delta to version {received.base_version}, not to the one held"
+                    )
                 return await self._publisher.adopt(folder, received)
-            except IntegrityError as error:
+            except (IntegrityError, UnknownVersion) as error:  # unknown: the base went meanwhile
                 if not isinstance(received, Delta):
                     raise
                 log.warning("%s; fetching version %d in full", error, received.manifest.version)
