@@ -112,6 +112,7 @@ class Link:
         self.client = connect(url)
         # A blocked read occupies its connection and may take longer than any reply, so it has a client of its own.
         self._blocking = connect(url, reply_seconds=BLOCK_SECONDS + REPLY_SECONDS)
+        self._scripts: dict[str, Any] = {}
         self._outage_limit = outage_seconds
         self._failing_since: float | None = None
         self.outages = 0
@@ -143,7 +144,7 @@ class Link:
         Raises `ServiceUnavailable` after `patience` seconds (default: the longest outage that is waited for), and
         `Fenced`, `BacklogFull`, `NoGroup` or `StreamError` by what Redis answered. `what` completes "Redis is ...".
         """
-        command = self.client.register_script(script(name))
+        command = self._script(name)
         return await self._retried(what, lambda: command(keys=keys, args=args), patience)
 
     async def ask(
@@ -155,8 +156,14 @@ class Link:
 
     async def once(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Runs a script once. Raises as `run` does, and `Unreachable` instead of `ServiceUnavailable`."""
-        command = self.client.register_script(script(name))
+        command = self._script(name)
         return await self._attempt(lambda: command(keys=keys, args=args))
+
+    def _script(self, name: str) -> Any:
+        """A script that can be called. Registering one hashes its text, which costs more than a call of it."""
+        if name not in self._scripts:
+            self._scripts[name] = self.client.register_script(script(name))
+        return self._scripts[name]
 
     async def _retried(self, what: str, call: Any, patience: float | None) -> Any:
         patience = self._outage_limit if patience is None else patience

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from offbeat.streams.base import Stream
@@ -21,6 +22,8 @@ M = TypeVar("M", bound=Message)
 
 KINDS = {samples.TASK_KIND_TRAIN, samples.TASK_KIND_EVALUATION}
 FINISH_REASONS = {samples.FINISH_REASON_STOP, samples.FINISH_REASON_LENGTH}
+ROLLOUT_TAG = bytes([samples.ScoredRollout.ROLLOUT_FIELD_NUMBER << 3 | 2])
+"""What stands before the length and the bytes of `ScoredRollout.rollout`."""
 SEGMENT_ROLES = {samples.SEGMENT_ROLE_POLICY, samples.SEGMENT_ROLE_ENVIRONMENT}
 
 
@@ -64,15 +67,25 @@ def decode(stream: Stream, fields: Fields) -> AnyRecord:
         task = _parse(samples.PromptTask, payload)
         check_task(task)
         return task
-    rollout = _parse(samples.Rollout, payload)
     if stream is Stream.ROLLOUTS:
+        rollout = _parse(samples.Rollout, payload)
         check_rollout(rollout)
         return rollout
-    scored = _parse(samples.ScoredRollout, fields.get(b"s", b""))
+    # The rollout's bytes as the field that they are of a scored rollout: parsed once, in their place.
+    field = ROLLOUT_TAG + _varint(len(payload)) + payload
+    scored = _parse(samples.ScoredRollout, fields.get(b"s", b"") + field)
     check_scores(scored)
-    check_task(rollout.task)
-    scored.rollout.CopyFrom(rollout)
+    check_task(scored.rollout.task)
     return scored
+
+
+def _varint(number: int) -> bytes:
+    """A length as protobuf writes it."""
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
 
 
 def _parse(kind: type[M], payload: bytes) -> M:
@@ -134,7 +147,7 @@ def _check_completion(completion: samples.Completion) -> None:
     _expect(reason in FINISH_REASONS, "finish reason stop or length", reason)
     for segment in completion.segments:
         _expect(segment.role in SEGMENT_ROLES, "segment role policy or environment", segment.role)
-    finite = all(math.isfinite(value) for value in completion.logprobs)
+    finite = bool(np.isfinite(np.asarray(completion.logprobs)).all())
     _expect(finite, "finite logprobs", "infinity or NaN")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from offbeat.config.service import RedisSettings
 from offbeat.errors import ServiceUnavailable
 from offbeat.streams.base import Delivery, Stream, WorkerStreams
+from offbeat.streams.gathering import Gathering
 from offbeat.streams.holdings import EntryKey, Holdings
 from offbeat.streams.keys import GROUPS, SOURCES, TARGETS, Keys, Role
 from offbeat.streams.link import Argument, Link, NoGroup, Unreachable, fields_of, gap_ms
@@ -17,6 +18,10 @@ from offbeat.streams.records import Fields, Malformed, decode
 from offbeat.v1 import samples_pb2 as samples
 
 log = logging.getLogger(__name__)
+
+HAND_OFFS = 64
+HAND_OFF_BYTES = 4 * 1024**2
+"""Of one script, which keeps Redis from everything else while it runs."""
 
 POLL_SECONDS = 0.25
 """How often entries that exist but could not be taken (version, fair share, idle time) are looked at again."""
@@ -44,6 +49,12 @@ class RedisWorkerStreams(WorkerStreams):
         self._announcement: dict[str, object] = {"member_id": member_id, "address": "", "info": {}}
         self._holdings = Holdings(settings.max_hold_seconds)
         self._taking = asyncio.Lock()
+        self._hand_offs = Gathering(
+            self._hand_off,
+            size_of=lambda item: len(item[1]),
+            max_items=HAND_OFFS,
+            max_bytes=HAND_OFF_BYTES,
+        )
         # Whether Redis may have delivered something in a reply that never came.
         self._unsure = False
 
@@ -161,17 +172,19 @@ class RedisWorkerStreams(WorkerStreams):
         self, delivery: Delivery, result: samples.Rollout | samples.ScoredRollout
     ) -> bool:
         """See `WorkerStreams.hand_off`. Also False when only the reply to an earlier try was lost."""
-        target = self._keys.stream(TARGETS[self._role])
-        name = "p" if self._role == "generator" else "s"
         with self._holdings.leaving([delivery.key]):
-            moved = await self._link.run(
-                f"handing off {delivery.stream} {delivery.entry_id}",
-                "hand_off",
-                [self._keys.stream(delivery.stream), target, self._keys.lone],
-                [self._group, delivery.entry_id, result.SerializeToString(), name],
-            )
+            moved = await self._hand_offs.add((delivery.key, result.SerializeToString()))
             self._holdings.forget([delivery.key])
-        return bool(moved)
+        return moved
+
+    async def _hand_off(self, batch: Sequence[tuple[EntryKey, bytes]]) -> list[bool]:
+        args: list[Argument] = [self._group, "p" if self._role == "generator" else "s"]
+        for (stream, entry_id), result in batch:
+            args += [self._sources.index(stream) + 1, entry_id, result]
+        keys = [self._keys.stream(TARGETS[self._role]), self._keys.lone, *self._stream_keys]
+        (stream, entry_id), _ = batch[0]
+        what = f"handing off {stream} {entry_id} and {len(batch) - 1} more"
+        return [bool(moved) for moved in await self._link.run(what, "hand_off", keys, args)]
 
     async def beat(self, deliveries: Iterable[Delivery]) -> set[EntryKey]:
         """See `WorkerStreams.beat`. Entries held for too long are lost as well, and not beaten.

@@ -44,7 +44,7 @@ def samples_of_rollout(rollout: samples_pb2.Rollout) -> list[Sample]:
             prompt=task.prompt_text,
             completion=completion.text,
             columns=columns,
-            completion_token_ids=list(completion.token_ids),
+            completion_token_ids=completion.token_ids,
             finish_reason=FINISH_REASONS[completion.finish_reason],
             evaluation=task.kind == samples_pb2.TASK_KIND_EVALUATION,
         )

@@ -565,3 +565,15 @@ async def test_waiting_does_not_burn_the_processor(own_server: RedisServer) -> N
     looks = await scripts_run(own_server.url) - before
     assert looks <= 2 + 5 * (time.monotonic() - start)
     await run.close()
+
+
+async def test_hand_offs_at_once_go_on_each_by_itself(redis_run: StreamsRun) -> None:
+    """One script moves them all; an entry that a peer moved first is refused, the others go on."""
+    learner, worker = await redis_run.learner(), redis_run.worker()
+    await learner.issue(make_tasks(5))
+    held = await worker.take(5)
+    await worker.hand_off(held[2], make_result(held[2]))
+    moved = await asyncio.gather(*(worker.hand_off(one, make_result(one)) for one in held))
+    assert moved == [True, True, False, True, True]
+    assert await redis_run.attempts(Stream.ROLLOUTS) == [(at, 0) for at in (2, 0, 1, 3, 4)]
+    assert await redis_run.entries(Stream.PROMPTS) == []
