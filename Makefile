@@ -4,6 +4,7 @@
 # TORCH_INDEX  one more package index for pip, where the default one serves no CPU build of torch
 # RECIPE       what `make run` runs; RUN_ARGS is passed on to `offbeat run`
 # PYTEST_ARGS  passed on to pytest
+# BENCH_ARGS   passed on to the benchmarks, such as --only a e
 # SEED         of the faults of `make reliability` and `make soak`; MINUTES is how long a soak takes
 # OFFBEAT_TAG  tag of the images; DOCKER_BUILD_ARGS is passed on to `docker build`
 
@@ -14,6 +15,7 @@ TORCH_INDEX ?=
 RECIPE ?= recipes/arithmetic_tiny.yaml
 RUN_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 SEED ?= 1
 MINUTES ?= 30
 OFFBEAT_TAG ?= latest
@@ -98,6 +100,10 @@ test: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests, but for sl
 
 test-slow: $(PROJECT_STAMP) $(DEV_STAMP) $(PROTOS_STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not docker' $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: $(PROJECT_STAMP) ## How fast, beside the limits and beside others? docs/results/benchmarks.md; about an hour
+	$(BIN)/python -m benchmarks.suite $(BENCH_ARGS)
 
 .PHONY: reliability soak
 reliability: $(PROJECT_STAMP) $(DEV_STAMP) ## Break everything in turn, 230 times; about 20 minutes

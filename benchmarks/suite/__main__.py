@@ -69,13 +69,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(MODULES), default=sorted(MODULES))
     parser.add_argument("--cells", nargs="+", metavar="LETTER/NAME", help="these cells alone")
     parser.add_argument("--again", action="store_true", help="measure cells that have a file, too")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything still run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: does everything still run?"
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--no-page", action="store_true", help="leave docs/results alone")
     parser.add_argument("--results", type=Path, default=ROOT / "runs/bench")
-    parser.add_argument(
-        "--cores", type=int, nargs="+", default=sorted(os.sched_getaffinity(0))[:2]
-    )
+    parser.add_argument("--cores", type=int, nargs="+", default=sorted(os.sched_getaffinity(0))[:2])
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.sched_setaffinity(0, arguments.cores)
@@ -100,8 +100,7 @@ def main() -> int:
     failed = [
         spec.key
         for spec in wanted
-        if (arguments.again or folder.read(spec.key) is None)
-        and not measure_apart(spec, arguments)
+        if (arguments.again or folder.read(spec.key) is None) and not measure_apart(spec, arguments)
     ]
     if not arguments.no_page:
         report(options, folder)
@@ -113,7 +112,9 @@ def main() -> int:
 def report(options: Options, folder: CellFolder) -> None:
     """Writes the page and the results of all cells that have a file; the others keep what they had."""
     before = read_results(RESULTS_FILE)
-    kept = [folder.read(spec.key) or before.get(spec.key) for spec in specs(sorted(MODULES), options)]
+    kept = [
+        folder.read(spec.key) or before.get(spec.key) for spec in specs(sorted(MODULES), options)
+    ]
     cells = [cell for cell in kept if cell is not None]
     command = shlex.join(["python", "-m", "benchmarks.suite", *sys.argv[1:]])
     PAGE.write_text(page(cells, before, command), encoding="utf-8")

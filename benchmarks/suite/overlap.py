@@ -96,7 +96,11 @@ def _steps(balance: Balance, lag: int, options: Options) -> list[float]:
         train_seconds=balance.train,
     )
     changes = {
-        "schedule": {"steps": (6 if options.quick else 14) + lag, "max_lag": lag, "prompts_per_step": PROMPTS},
+        "schedule": {
+            "steps": (6 if options.quick else 14) + lag,
+            "max_lag": lag,
+            "prompts_per_step": PROMPTS,
+        },
         "sampling": {"k": K, "max_tokens": TOKENS},
     }
     if balance.score:

@@ -41,19 +41,20 @@ def measure(size: int, count: int, options: Options) -> list[Row]:
     milliseconds = {name: [1000 * value for value in values] for name, values in found.items()}
     python = [sum(parts) for parts in zip(*(milliseconds[stage] for stage in STAGES), strict=True)]
     target = (AT_MOST, 0.3) if size == 4096 else None
-    rows = [
+    return [
         Row("Python, CPU per group", python, "ms", target),
         *(Row(f"of it {stage}", milliseconds[stage], "ms") for stage in STAGES),
         Row("bare Redis client, CPU per group", milliseconds["bare"], "ms"),
         Row("Python ÷ bare client", ratios(python, milliseconds["bare"]), "x"),
         Row("Redis, CPU per group", milliseconds["redis"], "ms"),
         Row("Redis, bare commands", milliseconds["bare redis"], "ms"),
-        Row("Redis ÷ bare commands", ratios(milliseconds["redis"], milliseconds["bare redis"]), "x"),
+        Row(
+            "Redis ÷ bare commands", ratios(milliseconds["redis"], milliseconds["bare redis"]), "x"
+        ),
         Row("groups per second that Redis can take", [1 / s for s in found["redis"]], "1/s"),
         Row("cores of Python that fill it", ratios(python, milliseconds["redis"]), "cores"),
         Row("CPU per KiB", [value / (size / 1024) for value in python], "ms"),
     ]
-    return rows
 
 
 async def _rounds(url: str, size: int, count: int, rounds: int) -> dict[str, list[float]]:
@@ -109,7 +110,7 @@ class SamplePath:
         reward = RedisWorkerStreams(url, RUN, "reward", "reward", settings)
         for member in (generator, reward):
             await member.announce("", {})
-        cohorts = Cohorts(prompts_per_step=count, max_lag=1000, total_steps=1000)
+        cohorts = Cohorts(prompts_per_step=count, max_lag=1000, total_steps=16)
         cohorts.lineage.add(1, 0, 0)
         cohorts.admit()
         worker = _reward_worker(reward)

@@ -12,8 +12,8 @@ class Devices:
     """Times in seconds.
 
     `decode_seconds`: one token of all running completions; an engine with `slots` free slots so takes tokens ×
-    decode_seconds for up to so many. `train_seconds`: one step of the learner. `load_seconds`: a load of weights, during
-    which the engine stands still. `weights_mb`: what is published after each step.
+    decode_seconds for up to so many. `train_seconds`: one step of the learner. `load_seconds`: a load of weights; the
+    engine stands still then. `weights_mb`: what is published after each step.
     """
 
     slots: int = 64

@@ -1,8 +1,9 @@
 #!lua flags=allow-oom
 -- The learner collects: first what earlier terms had collected and not settled, then what is new.
--- KEYS: term, awake, then the streams
+-- KEYS: term, awake, then the streams: scored, dead
 -- ARGV: term, group, consumer, limit, gap ms (see `may_claim`)
--- Returns {entries, newest id of each stream}; an entry is {stream index, id, fields}.
+-- Returns {entries, newest id of each stream}; an entry is {stream index, id, fields}: of a scored
+-- group those of its payload, of a dead letter all.
 
 local refused = fenced(KEYS[1], ARGV[1])
 if refused then return refused end
@@ -10,7 +11,7 @@ may_claim(KEYS[2], now_ms(), ARGV[5], 0)
 local group, consumer, room = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local found = {}
 local function deliver(s, entry)
-  found[#found + 1] = {s, entry[1], entry[2]}
+  found[#found + 1] = {s, entry[1], s == 1 and payloads(entry[2]) or entry[2]}
   room = room - 1
 end
 

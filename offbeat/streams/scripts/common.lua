@@ -22,6 +22,18 @@ local function map(list)
   return found
 end
 
+-- Of the fields of an entry those that its record is made of: all that a reader needs, and a third of what it would parse.
+local function payloads(fields)
+  local found = {}
+  for i = 1, #fields, 2 do
+    if fields[i] == 'p' or fields[i] == 's' then
+      found[#found + 1] = fields[i]
+      found[#found + 1] = fields[i + 1]
+    end
+  end
+  return found
+end
+
 -- The {field, value, ...} list of one entry, or nil.
 local function read(stream, id)
   local entries = redis.call('XRANGE', stream, id, id)

@@ -5,7 +5,7 @@
 --       gap ms (see `may_claim`), number of streams, their short names ...,
 --       then lone_field of each entry that the process knows it holds
 -- Returns {entries, newest id of each stream, number of entries in the streams that it could not take};
--- an entry is {stream index, id, deliveries, 1 when alone, fields}.
+-- an entry is {stream index, id, deliveries, 1 when alone, payload fields}.
 
 local members, lone, dead = KEYS[1], KEYS[2], KEYS[3]
 local group, consumer, limit, held_version = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -34,7 +34,7 @@ local room = math.min(limit, math.max(1, math.ceil(total / alive)) - held)
 
 local found = {}
 local function deliver(s, id, deliveries, alone, fields)
-  found[#found + 1] = {s, id, deliveries, alone, fields}
+  found[#found + 1] = {s, id, deliveries, alone, payloads(fields)}
   room = room - 1
 end
 
