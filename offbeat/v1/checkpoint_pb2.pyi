@@ -347,9 +347,16 @@ class PublishHeader(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_HASH_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
-    """Part of a publish in which several ranks send parts. Only whole publishes are accepted so far: 0, with shard_count 0 or 1."""
+    """Number of this part, from 0 on, when several publishers send parts of one version at once, each in a stream of its
+    own. All parts have the same term, step, publish_id and total_bytes (of the version). The tensors of a part stand at
+    their offsets in the version; its chunks are its own tensors' bytes, one after the other. weights_digest is of the
+    part's tensors. Everything else in the version's manifest is that of part 0.
+    """
     shard_count: _builtins.int
-    """Number of parts."""
+    """Number of parts; 0 or 1: a whole version. Each part's stream is answered once all are there and the version is
+    committed. A part whose stream ends before that is dropped, and may be sent again. Parts are all DELTA to the same
+    base, or all RAW: a DELTA is refused with NOT_FOUND once another part came in RAW.
+    """
     encoding: Global___WeightsEncoding.ValueType
     """Encoding of the chunks: RAW or DELTA. A publisher whose DELTA is refused (NOT_FOUND: the base is not there any more;
     DATA_LOSS: the result is not what the manifest says) publishes again in RAW.
@@ -357,9 +364,9 @@ class PublishHeader(_message.Message):
     base_version: _builtins.int
     """Base of a DELTA."""
     transfer_bytes: _builtins.int
-    """Number of bytes of a DELTA."""
+    """Number of bytes of a DELTA, of this part."""
     transfer_hash: _builtins.bytes
-    """BLAKE3-256 of the bytes of a DELTA."""
+    """BLAKE3-256 of these bytes."""
     @_builtins.property
     def manifest(self) -> Global___Manifest:
         """The manifest as far as the publisher knows it."""

@@ -95,7 +95,8 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request_iterator, context):
-        """Stores a version: whole or not at all. Idempotent on (term, step, weights_digest). A broken stream leaves nothing behind.
+        """Stores a version: whole or not at all. Idempotent on (term, step, weights_digest), a part of one on (term, step,
+        publish_id) and its tensors' hashes. A broken stream leaves nothing behind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

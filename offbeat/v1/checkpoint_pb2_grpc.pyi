@@ -40,7 +40,9 @@ class CheckpointServiceStub:
     AcquireLearner: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.AcquireLearnerRequest, _checkpoint_pb2.AcquireLearnerResponse]
     """Hands a learner a term larger than every earlier one, durably. From then on, older terms are refused."""
     Publish: _grpc.StreamUnaryMultiCallable[_checkpoint_pb2.PublishRequest, _checkpoint_pb2.PublishResponse]
-    """Stores a version: whole or not at all. Idempotent on (term, step, weights_digest). A broken stream leaves nothing behind."""
+    """Stores a version: whole or not at all. Idempotent on (term, step, weights_digest), a part of one on (term, step,
+    publish_id) and its tensors' hashes. A broken stream leaves nothing behind.
+    """
     Fetch: _grpc.UnaryStreamMultiCallable[_checkpoint_pb2.FetchRequest, _checkpoint_pb2.FetchResponse]
     """Streams the bytes of a version from an offset on. The version is kept alive while the stream is open, up to a time limit."""
     Watch: _grpc.UnaryStreamMultiCallable[_checkpoint_pb2.WatchRequest, _checkpoint_pb2.WatchResponse]
@@ -66,7 +68,9 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     AcquireLearner: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.AcquireLearnerRequest, _checkpoint_pb2.AcquireLearnerResponse]  # type: ignore[assignment]
     """Hands a learner a term larger than every earlier one, durably. From then on, older terms are refused."""
     Publish: _aio.StreamUnaryMultiCallable[_checkpoint_pb2.PublishRequest, _checkpoint_pb2.PublishResponse]  # type: ignore[assignment]
-    """Stores a version: whole or not at all. Idempotent on (term, step, weights_digest). A broken stream leaves nothing behind."""
+    """Stores a version: whole or not at all. Idempotent on (term, step, weights_digest), a part of one on (term, step,
+    publish_id) and its tensors' hashes. A broken stream leaves nothing behind.
+    """
     Fetch: _aio.UnaryStreamMultiCallable[_checkpoint_pb2.FetchRequest, _checkpoint_pb2.FetchResponse]  # type: ignore[assignment]
     """Streams the bytes of a version from an offset on. The version is kept alive while the stream is open, up to a time limit."""
     Watch: _aio.UnaryStreamMultiCallable[_checkpoint_pb2.WatchRequest, _checkpoint_pb2.WatchResponse]  # type: ignore[assignment]
@@ -101,7 +105,9 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_checkpoint_pb2.PublishRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_pb2.PublishResponse, _abc.Awaitable[_checkpoint_pb2.PublishResponse]]:
-        """Stores a version: whole or not at all. Idempotent on (term, step, weights_digest). A broken stream leaves nothing behind."""
+        """Stores a version: whole or not at all. Idempotent on (term, step, weights_digest), a part of one on (term, step,
+        publish_id) and its tensors' hashes. A broken stream leaves nothing behind.
+        """
 
     @_abc_1.abstractmethod
     def Fetch(

@@ -77,15 +77,16 @@ def read_batch(path: Path, offset: int, end: int) -> list[tuple[int, bytes]]:
 class WeightsWriter:
     """Writes the bytes of a version to a new file, and checks each tensor's hash on the way.
 
-    Bytes are handed over in order (`add`); a thread writes and hashes one batch while the next one
-    arrives. Errors of that work are raised by a later `add` or by `finish`: `IntegrityError`, or
-    `NoRoom`. A writer that is not finished may simply be dropped; removing the file is up to its
-    owner.
+    Of a part of a version the tensors go to their places in a file that is there (`of_part`). Bytes are handed over
+    in order (`add`); a thread writes and hashes one batch while the next one arrives. Errors of that work are raised
+    by a later `add` or by `finish`: `IntegrityError`, or `NoRoom`. A writer that is not finished may simply be
+    dropped; removing the file is up to its owner.
     """
 
     def __init__(self, path: Path, manifest: checkpoint.Manifest, *, strict: bool) -> None:
         """For `create`."""
         self.path = path
+        self._runs = list(_runs(manifest.tensors))
         self.total = manifest.total_bytes
         self.position = 0
         """Number of bytes taken so far: where the next ones must start."""
@@ -94,6 +95,13 @@ class WeightsWriter:
         self._batch: list[bytes | memoryview] = []
         self._batch_bytes = 0
         self._work: asyncio.Future[None] | None = None
+
+    @classmethod
+    def of_part(cls, path: Path, manifest: checkpoint.Manifest) -> "WeightsWriter":
+        """For a part of a version, whose file has its room already; strict."""
+        writer = cls(path, manifest, strict=True)
+        writer.total = sum(nbytes for _, nbytes in writer._runs)
+        return writer
 
     @classmethod
     async def create(
@@ -126,6 +134,11 @@ class WeightsWriter:
         await self._start_batch()
         self._verifier.finish()
 
+    async def settled(self) -> None:
+        """Waits until no thread writes any more, whether or not that went well."""
+        if self._work is not None:
+            await asyncio.wait([self._work])
+
     async def _start_batch(self) -> None:
         """Hands the batch to a thread once the one before is done."""
         if self._work is not None:
@@ -146,13 +159,22 @@ class WeightsWriter:
         try:
             rest = [memoryview(data) for data in batch]
             while rest:
-                count = os.pwritev(descriptor, rest, self._written)
+                offset, room = self._place(self._written)
+                count = os.pwritev(descriptor, _first(rest, room), offset)
                 self._written += count
                 rest = _after(rest, count)
         except OSError as error:
             raise self._explained(error) from error
         finally:
             os.close(descriptor)
+
+    def _place(self, position: int) -> tuple[int, int]:
+        """Where in the file the byte at `position` of the stream belongs, and how many follow it there."""
+        for offset, nbytes in self._runs:
+            if position < nbytes:
+                return offset + position, nbytes - position
+            position -= nbytes
+        raise ValueError(f"{position} bytes beyond the end")
 
     def _reserve(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -174,6 +196,30 @@ class WeightsWriter:
             f"no room for {self.total} bytes of weights in {self.path.parent} ({error.strerror}, "
             f"{free} bytes are free): free some, or choose another folder"
         )
+
+
+def _runs(tensors: Sequence[checkpoint.TensorSpec]) -> Iterator[tuple[int, int]]:
+    """Offset and number of bytes of each run of tensors that stand one after the other."""
+    start = end = 0
+    for spec in tensors:
+        if spec.offset != end and spec.nbytes:
+            if end > start:
+                yield start, end - start
+            start = end = spec.offset
+        end += spec.nbytes
+    if end > start:
+        yield start, end - start
+
+
+def _first(views: list[memoryview], count: int) -> list[memoryview]:
+    """The first `count` bytes of the views, or all of them."""
+    found = []
+    for view in views:
+        if count <= 0:
+            break
+        found.append(view[:count])
+        count -= len(view)
+    return found
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:

@@ -28,9 +28,9 @@ from offbeat.weights.incoming import Received
 from offbeat.weights.manifest import Buffer, check_sealed
 from offbeat.weights.retry import HOPELESS, VersionGone, translated
 from offbeat.weights.staged import StagedWeights
-from offbeat.weights.upload import PublishBase, Uploader
+from offbeat.weights.upload import WHOLE, PublishBase, Shard, Uploader
 
-__all__ = ["CheckpointClient", "PublishBase", "VersionGone"]
+__all__ = ["CheckpointClient", "PublishBase", "Shard", "VersionGone"]
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +108,12 @@ class CheckpointClient:
         buffers: Sequence[Buffer],
         *,
         base: PublishBase | None = None,
+        shard: Shard = WHOLE,
         deadline_seconds: float,
     ) -> checkpoint.PublishResponse:
-        """Publishes a version; see `Uploader.publish`."""
+        """Publishes a version, or a part of one; see `Uploader.publish`."""
         return await self._uploader.publish(
-            manifest, buffers, base=base, deadline_seconds=deadline_seconds
+            manifest, buffers, base=base, shard=shard, deadline_seconds=deadline_seconds
         )
 
     async def stage(

@@ -64,8 +64,8 @@ def same_layout(
     base: Sequence[checkpoint.TensorSpec], target: Sequence[checkpoint.TensorSpec]
 ) -> bool:
     """Whether a delta between the two can be made: the same tensors at the same offsets."""
-    return [(s.name, s.dtype, tuple(s.shape)) for s in base] == [
-        (s.name, s.dtype, tuple(s.shape)) for s in target
+    return [(s.name, s.dtype, tuple(s.shape), s.offset) for s in base] == [
+        (s.name, s.dtype, tuple(s.shape), s.offset) for s in target
     ]
 
 
@@ -98,7 +98,8 @@ def blocks(
                 part = slice(at, at + BLOCK_BYTES)
                 yield Block(spec.offset + at, ITEM_BYTES[spec.dtype], pair[0][part], pair[1][part])
             continue
-        if run and (ITEM_BYTES[spec.dtype] != item or size + spec.nbytes > BLOCK_BYTES):
+        apart = ITEM_BYTES[spec.dtype] != item or spec.offset != start + size
+        if run and (apart or size + spec.nbytes > BLOCK_BYTES):
             yield from joined()
         if not run:
             start, size, item = spec.offset, 0, ITEM_BYTES[spec.dtype]
@@ -112,13 +113,15 @@ def encode(
     base: Sequence[memoryview],
     target: Sequence[memoryview],
     *,
+    largest_share: float = LARGEST_SHARE,
     workers: int = WORKERS,
 ) -> bytes | None:
     """The delta from `base` to `target`, the bytes of each tensor; None when it is not worth it.
 
-    Blocking, in `workers` threads: about 1 GB/s of weights on a core, as long as little changed.
+    The tensors may be some of a version: offsets are those of the whole. Blocking, in `workers` threads: about 1 GB/s
+    of weights on a core, as long as little changed.
     """
-    limit = LARGEST_SHARE * sum(spec.nbytes for spec in tensors)
+    limit = largest_share * sum(spec.nbytes for spec in tensors)
     records, total = [MAGIC], 0
     with ThreadPoolExecutor(workers, thread_name_prefix="delta") as pool:
         # In portions, so that a hopeless delta is given up before all of it was made.
@@ -141,6 +144,21 @@ def apply(delta: bytes | memoryview, weights: memoryview, *, workers: int = WORK
     with ThreadPoolExecutor(workers, thread_name_prefix="delta") as pool:
         for _ in pool.map(lambda record: _apply_record(record, target), records):
             pass
+
+
+def join(deltas: Sequence[bytes], total: int) -> bytes:
+    """One delta of several that are for different tensors of the same `total` bytes of weights.
+
+    Raises `IntegrityError` when one is malformed, or two change the same bytes.
+    """
+    found = [record for delta in deltas for record in _records(memoryview(delta), total)]
+    joined: list[bytes | memoryview] = [MAGIC]
+    for record in sorted(found, key=lambda record: record.offset):
+        joined += [record.header, record.payload]
+    data = b"".join(joined)
+    for _ in _records(memoryview(data), total):
+        pass  # that no two overlap is checked on the way
+    return data
 
 
 # ---- blocks
@@ -268,6 +286,12 @@ class _Record:
     encoding: int
     item: int
     payload: memoryview
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the payload."""
+        length = len(self.payload)
+        return RECORD.pack(self.offset, self.size, length, self.count, self.encoding, self.item)
 
 
 def _records(delta: memoryview, total: int) -> Iterator[_Record]:

@@ -1,6 +1,8 @@
 """Manifests: what the bytes of a version mean, and how they are known to be the right ones.
 
-Publishers call `describe`, the checkpoint service `check` and `seal`, receivers `check_sealed`.
+Publishers call `describe`, the checkpoint service `check` and `seal`, receivers `check_sealed`. Where several
+publishers send a version together, each describes its part with `describe_part`, and the service puts them together
+with `join`.
 
 Two digests, both BLAKE3-256:
 
@@ -59,21 +61,63 @@ def describe(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]]) -> check
     manifest = checkpoint.Manifest()
     offset = 0
     for name, dtype, shape, buffer in tensors:
-        data = as_bytes(buffer)
-        manifest.tensors.add(
-            name=name,
-            dtype=dtype,
-            shape=shape,
-            offset=offset,
-            nbytes=len(data),
-            hash=hash_of(data),
-            fast_hash=fast_hash_of(data),
-        )
-        offset += len(data)
+        spec = _described(name, dtype, shape, buffer)
+        spec.offset = offset
+        manifest.tensors.append(spec)
+        offset += spec.nbytes
     manifest.total_bytes = offset
     manifest.weights_digest = weights_digest(manifest.tensors)
     check(manifest)
     return manifest
+
+
+def _described(
+    name: str, dtype: str, shape: Sequence[int], buffer: Buffer
+) -> checkpoint.TensorSpec:
+    data = as_bytes(buffer)
+    return checkpoint.TensorSpec(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        nbytes=len(data),
+        hash=hash_of(data),
+        fast_hash=fast_hash_of(data),
+    )
+
+
+def describe_part(
+    tensors: Iterable[tuple[str, str, Sequence[int], Buffer]],
+    offsets: Sequence[int],
+    total_bytes: int,
+) -> checkpoint.Manifest:
+    """A manifest of some tensors of a version, which stand at these offsets among its `total_bytes`.
+
+    Its `weights_digest` is of these tensors alone. Raises `WeightsError` as `describe` does, and when tensors overlap.
+    """
+    manifest = checkpoint.Manifest(total_bytes=total_bytes)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        spec = _described(*tensor)
+        spec.offset = offset
+        manifest.tensors.append(spec)
+    manifest.weights_digest = weights_digest(manifest.tensors)
+    check_part(manifest)
+    return manifest
+
+
+def join(parts: Sequence[checkpoint.Manifest]) -> checkpoint.Manifest:
+    """The manifest of the version that the parts make up: the first one's, with the tensors of all of them.
+
+    Raises `WeightsError` when they leave a gap, overlap, or don't belong together.
+    """
+    joined = checkpoint.Manifest()
+    joined.CopyFrom(parts[0])
+    del joined.tensors[:]
+    specs = [spec for part in parts for spec in part.tensors]
+    # Tensors without elements stand where the next one begins.
+    joined.tensors.extend(sorted(specs, key=lambda spec: (spec.offset, spec.nbytes > 0)))
+    joined.weights_digest = weights_digest(joined.tensors)
+    check(joined)
+    return joined
 
 
 def weights_digest(tensors: Iterable[checkpoint.TensorSpec]) -> bytes:
@@ -103,19 +147,40 @@ def seal(manifest: checkpoint.Manifest) -> None:
 def check(manifest: checkpoint.Manifest) -> None:
     """Raises `WeightsError` when the manifest contradicts itself."""
     offset = 0
-    names = set()
     for spec in manifest.tensors:
-        _check_tensor(spec, offset)
-        if spec.name in names:
-            raise WeightsError(f"two tensors have the name {spec.name}; names must differ")
-        names.add(spec.name)
+        _check_tensor(spec)
+        if spec.offset != offset:
+            raise WeightsError(f"tensor {spec.name}: expected offset {offset}, found {spec.offset}")
         offset += spec.nbytes
-    if not names:
+    if not manifest.tensors:
         raise WeightsError("the manifest names no tensor; expected at least one")
     if manifest.total_bytes != offset:
         raise WeightsError(
             f"total_bytes is {manifest.total_bytes}, but the tensors have {offset} bytes"
         )
+    _check_names_and_digest(manifest)
+
+
+def check_part(manifest: checkpoint.Manifest) -> None:
+    """The same for a part of a version, whose tensors may leave gaps between them, but not overlap."""
+    end = 0
+    for spec in manifest.tensors:
+        _check_tensor(spec)
+        if not end <= spec.offset <= manifest.total_bytes - spec.nbytes:
+            raise WeightsError(
+                f"tensor {spec.name}: expected it between bytes {end} and {manifest.total_bytes}, "
+                f"found it at bytes {spec.offset} to {spec.offset + spec.nbytes}"
+            )
+        end = spec.offset + spec.nbytes
+    _check_names_and_digest(manifest)
+
+
+def _check_names_and_digest(manifest: checkpoint.Manifest) -> None:
+    names = set()
+    for spec in manifest.tensors:
+        if spec.name in names:
+            raise WeightsError(f"two tensors have the name {spec.name}; names must differ")
+        names.add(spec.name)
     if manifest.weights_digest != weights_digest(manifest.tensors):
         raise WeightsError("weights_digest is not the digest of the tensors: use `describe`")
 
@@ -132,9 +197,9 @@ def check_sealed(manifest: checkpoint.Manifest) -> None:
         raise IntegrityError(f"the manifest of version {manifest.version}: {error}") from error
 
 
-def _check_tensor(spec: checkpoint.TensorSpec, offset: int) -> None:
+def _check_tensor(spec: checkpoint.TensorSpec) -> None:
     if not spec.name:
-        raise WeightsError(f"the tensor at byte {offset} has no name")
+        raise WeightsError(f"the tensor at byte {spec.offset} has no name")
     if spec.dtype not in ITEM_BYTES:
         known = ", ".join(ITEM_BYTES)
         raise WeightsError(f"tensor {spec.name}: unknown dtype {spec.dtype!r}; known: {known}")
@@ -144,8 +209,6 @@ def _check_tensor(spec: checkpoint.TensorSpec, offset: int) -> None:
             f"tensor {spec.name}: {spec.dtype} {list(spec.shape)} takes {expected} bytes, "
             f"found {spec.nbytes}"
         )
-    if spec.offset != offset:
-        raise WeightsError(f"tensor {spec.name}: expected offset {offset}, found {spec.offset}")
     if len(spec.fast_hash) not in {0, FAST_HASH_BYTES}:
         raise WeightsError(
             f"tensor {spec.name}: expected a fast hash of {FAST_HASH_BYTES} bytes or none, "

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from offbeat.weights.connection import SERVICE, Connection
 from offbeat.weights.frames import write_chunk
 from offbeat.weights.hashing import hash_of
 from offbeat.weights.incoming import DELTA, RAW
-from offbeat.weights.manifest import Buffer, as_bytes, check
+from offbeat.weights.manifest import Buffer, as_bytes, check, check_part
 from offbeat.weights.retry import Retry
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,21 @@ class PublishBase:
     """A version that the publisher has published, and still has the bytes of."""
 
     manifest: checkpoint.Manifest
+    """Of the whole version."""
     buffers: Sequence[Buffer]
+    tensors: Sequence[checkpoint.TensorSpec] | None = None
+    """What the buffers are of, when they are a part of the version."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a version a publisher sends: number `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Shard()
 
 
 class Uploader:
@@ -52,36 +67,41 @@ class Uploader:
         buffers: Sequence[Buffer],
         *,
         base: PublishBase | None = None,
+        shard: Shard = WHOLE,
         deadline_seconds: float,
     ) -> checkpoint.PublishResponse:
         """Publishes the tensors that `manifest.describe` described, from the same buffers.
 
-        The caller has set term, parent, step and so on; the run, and a publish id when there is
-        none, are filled in. With a `base` only the difference is sent where the service can use it.
-        A broken publish is made again, under the same id, until the deadline. The buffers must not
-        change meanwhile.
+        A `shard` is what `manifest.describe_part` described; all shards of a version go under one publish id, and
+        each of their calls is answered once the version is there. The caller has set term, parent, step and so on;
+        the run, and a publish id when there is none, are filled in. With a `base` only the difference is sent where
+        the service can use it. A broken publish is made again, under the same id, until the deadline. The buffers
+        must not change meanwhile.
         """
         complete = checkpoint.Manifest()
         complete.CopyFrom(manifest)
         complete.run_id = self._run_id
         complete.publish_id = manifest.publish_id or uuid.uuid4().hex
-        check(complete)
+        whole = shard.count == 1
+        check(complete) if whole else check_part(complete)
         views = [as_bytes(buffer) for buffer in buffers]
         sizes = [len(view) for view in views]
         if sizes != [spec.nbytes for spec in complete.tensors]:
             raise WeightsError("the buffers are not those that the manifest describes")
-        header = checkpoint.PublishHeader(manifest=complete, shard_count=1, encoding=RAW)
+        header = checkpoint.PublishHeader(
+            manifest=complete, shard_index=shard.index, shard_count=shard.count, encoding=RAW
+        )
         retry = Retry(
             f"Publish of step {manifest.step}", self._connection.address, deadline_seconds
         )
         if base is not None:
-            difference = await asyncio.to_thread(_difference, base, complete, views)
+            difference = await asyncio.to_thread(_difference, base, complete, views, whole)
             if difference is not None:
                 reply = await self._publish_delta(header, base, difference, retry)
                 if reply is not None:
                     return reply
         reply = await self._publish_stream(header, views, retry)
-        self._connection.counts.add("full", complete.total_bytes)
+        self._connection.counts.add("full", sum(sizes))
         return reply
 
     async def _publish_delta(
@@ -139,11 +159,15 @@ class Uploader:
 
 
 def _difference(
-    base: PublishBase, manifest: checkpoint.Manifest, views: Sequence[memoryview]
+    base: PublishBase, manifest: checkpoint.Manifest, views: Sequence[memoryview], whole: bool
 ) -> bytes | None:
-    if not delta.same_layout(base.manifest.tensors, manifest.tensors):
+    before = base.manifest.tensors if base.tensors is None else base.tensors
+    if not delta.same_layout(before, manifest.tensors):
         return None
-    return delta.encode(manifest.tensors, [as_bytes(buffer) for buffer in base.buffers], views)
+    # The parts of a version come all as deltas or none, and no publisher knows how large the others' are.
+    share = delta.LARGEST_SHARE if whole else math.inf
+    old = [as_bytes(buffer) for buffer in base.buffers]
+    return delta.encode(manifest.tensors, old, views, largest_share=share)
 
 
 async def _publish_messages(

@@ -21,11 +21,12 @@ from offbeat.weights.chunks import MAX_CHUNK_BYTES, WeightsWriter
 from offbeat.weights.frames import read_chunk
 from offbeat.weights.hashing import hash_of
 from offbeat.weights.incoming import DELTA, RAW, Delta, FullFile
-from offbeat.weights.manifest import check, seal
+from offbeat.weights.manifest import check, check_part, seal
 from services.checkpoint.changes import Changes
 from services.checkpoint.counters import Counters
 from services.checkpoint.deltas import Deltas
 from services.checkpoint.head import Head
+from services.checkpoint.parts import MAX_PARTS, Parts
 from services.checkpoint.store import (
     WEIGHTS,
     StoredVersion,
@@ -85,6 +86,13 @@ class Publisher:
         self._head = Head()
         self._head_lock = asyncio.Lock()
         self._writing: dict[int, asyncio.Task[None]] = {}
+        self._parts = Parts(
+            store,
+            changes,
+            reserve=_reserved,
+            receive=self._receive_part,
+            commit=self._commit_received,
+        )
         self.news = asyncio.Event()
         """Set, and replaced, when there is a new version."""
 
@@ -95,13 +103,20 @@ class Publisher:
         manifest = header.manifest
         self._check_header(header)
         self._check_term(manifest)
-        earlier = self._store.find(manifest.term, manifest.step, manifest.weights_digest)
+        whole = header.shard_count <= 1
+        earlier = (
+            self._store.find(manifest.term, manifest.step, manifest.weights_digest)
+            if whole
+            else self._store.find_part(manifest)
+        )
         if earlier is not None:
             return earlier, True
         if self._mark is not None:
             await self._mark.version_high_water()  # Fails now rather than after the upload.
         if header.encoding == DELTA:
             self._base_of(header)
+        if not whole:
+            return await self._parts.publish(header, messages)
         # Not in a thread: a stream that breaks meanwhile would leave the folder.
         folder = self._store.begin_publish()
         commit = None
@@ -145,12 +160,27 @@ class Publisher:
         if header.encoding == DELTA:
             return await self._receive_delta(header, messages)
         writer = await WeightsWriter.create(folder / WEIGHTS, header.manifest, strict=True)
+        await self._receive_weights(messages, writer)
+        return None
+
+    async def _receive_part(
+        self,
+        header: checkpoint.PublishHeader,
+        messages: AsyncIterator[bytes],
+        writer: WeightsWriter | None,
+    ) -> bytes | None:
+        """The same for a part of a version, whose bytes go where `writer` puts them; without one a delta comes."""
+        if writer is None:
+            return await self._receive_delta(header, messages)
+        await self._receive_weights(messages, writer)
+        return None
+
+    async def _receive_weights(self, messages: AsyncIterator[bytes], writer: WeightsWriter) -> None:
         async for data in self._chunks(messages, lambda: writer.position):
             await writer.add(data)
         if writer.position < writer.total:
             raise WeightsError(f"the stream ended at byte {writer.position} of {writer.total}")
         await writer.finish()
-        return None
 
     async def _receive_delta(
         self, header: checkpoint.PublishHeader, messages: AsyncIterator[bytes]
@@ -340,10 +370,14 @@ class Publisher:
     # ---- checks
 
     def _check_header(self, header: checkpoint.PublishHeader) -> None:
-        if header.shard_count > 1 or header.shard_index:
+        count, index = max(1, header.shard_count), header.shard_index
+        if index >= count or count > MAX_PARTS:
             raise WeightsError(
-                f"part {header.shard_index} of {header.shard_count}: only whole publishes are "
-                "accepted (shard_count 0 or 1)"
+                f"part {index} of {count}: expected a shard_index below shard_count, and at most {MAX_PARTS} parts"
+            )
+        if count > 1 and not header.manifest.publish_id:
+            raise WeightsError(
+                "publish_id is empty; expected the one that all parts of a publish have"
             )
         if header.encoding not in (checkpoint.WEIGHTS_ENCODING_UNSPECIFIED, RAW, DELTA):
             raise WeightsError(f"encoding {header.encoding} is not accepted; send RAW (1)")
@@ -354,7 +388,7 @@ class Publisher:
             raise WeightsError(f"kind is {header.manifest.kind}; expected FULL (1) or ADAPTER (2)")
         if header.manifest.term == 0:
             raise WeightsError("term is 0; expected the one that AcquireLearner returned")
-        check(header.manifest)
+        check(header.manifest) if count == 1 else check_part(header.manifest)
 
     def _base_of(self, header: checkpoint.PublishHeader) -> StoredVersion:
         """The base of a delta. Raises `UnknownVersion`, or `WeightsError` when no delta is taken."""
@@ -372,6 +406,12 @@ class Publisher:
                 f"term {manifest.term} is over, the current one is {self._store.term}: "
                 "a newer learner has taken over; this one must stop"
             )
+
+
+async def _reserved(folder: Path, nbytes: int) -> Path:
+    """The file of a publish's weights, with room for them."""
+    await asyncio.to_thread(_reserve, folder / WEIGHTS, nbytes)
+    return folder / WEIGHTS
 
 
 def _reserve(path: Path, nbytes: int) -> None:

@@ -176,6 +176,22 @@ class VersionStore:
                 return entry
         return None
 
+    def find_part(self, part: checkpoint.Manifest) -> StoredVersion | None:
+        """The same for a part of a publish: the version that has its tensors, published under its publish id."""
+        wanted = {spec.name: (spec.offset, spec.hash) for spec in part.tensors}
+        for entry in self._versions.values():
+            found = entry.manifest
+            same = (found.term, found.step, found.publish_id) == (
+                part.term,
+                part.step,
+                part.publish_id,
+            )
+            if not (entry.available and same and found.total_bytes == part.total_bytes):
+                continue
+            if wanted.items() <= {s.name: (s.offset, s.hash) for s in found.tensors}.items():
+                return entry
+        return None
+
     # ---- terms and numbers
 
     def acquire_term(self, term_floor: int, version_floor: int) -> int:

@@ -150,3 +150,24 @@ def test_a_payload_that_says_it_is_huge_takes_no_memory() -> None:
     header = delta.RECORD.pack(0, 8, len(bomb), 8, delta.DENSE, 1)
     with pytest.raises(IntegrityError, match="expected at most 8"):
         delta.apply(delta.MAGIC + header + bomb, memoryview(bytearray(8)))
+
+
+@settings(deadline=None)
+@given(versions(), st.lists(st.integers(0, 2), min_size=6, max_size=6))
+def test_deltas_of_parts_are_joined_to_one_of_the_whole(
+    found: tuple[checkpoint.Manifest, bytes, bytes], owners: list[int]
+) -> None:
+    manifest, base, target = found
+    deltas = []
+    for owner in range(3):
+        specs = [s for s, of in zip(manifest.tensors, owners, strict=False) if of == owner]
+        views = (delta.tensor_views(memoryview(side), specs) for side in (base, target))
+        difference = delta.encode(specs, *views, largest_share=float("inf"))
+        assert difference is not None
+        deltas.append(difference)
+    weights = bytearray(base)
+    delta.apply(delta.join(deltas, len(base)), memoryview(weights))
+    assert weights == target
+    if len(deltas[0]) > len(delta.MAGIC):
+        with pytest.raises(IntegrityError, match="a record of the delta is for bytes"):
+            delta.join([deltas[0], deltas[0]], len(base))

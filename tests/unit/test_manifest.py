@@ -204,3 +204,27 @@ async def test_a_full_disk_is_said_before_the_first_byte(tmp_path: Path) -> None
     with pytest.raises(NoRoom, match=f"no room for {2**60} bytes of weights in {tmp_path}"):
         await WeightsWriter.create(tmp_path / "file", described)
     assert not list(tmp_path.iterdir())
+
+
+# ---- parts
+
+
+@pytest.mark.parametrize("owners", [[0, 1, 0, 1, 0], [1, 1, 0, 0, 1], [0, 0, 0, 0, 1]])
+def test_parts_are_joined_to_the_whole(manifest: checkpoint.Manifest, owners: list[int]) -> None:
+    parts = []
+    for owner in (0, 1):
+        places = [place for place, of in enumerate(owners) if of == owner]
+        offsets = [manifest.tensors[place].offset for place in places]
+        parts.append(manifests.describe_part([TENSORS[p] for p in places], offsets, 38))
+    joined = manifests.join(parts)
+    assert sorted(t.name for t in joined.tensors) == sorted(t.name for t in manifest.tensors)
+    assert joined.weights_digest == manifest.weights_digest
+    assert [t.offset for t in joined.tensors] == [0, 24, 26, 26, 38]
+    with pytest.raises(WeightsError):
+        manifests.join([parts[0], parts[0]])
+
+
+def test_tensors_of_a_part_may_not_overlap_or_lie_outside() -> None:
+    for offsets in ([0, 23], [24, 0], [0, 37]):
+        with pytest.raises(WeightsError, match="expected it between bytes"):
+            manifests.describe_part(TENSORS[:2], offsets, 38)
