@@ -47,7 +47,7 @@ class _Gathering:
     def check(self, header: checkpoint.PublishHeader) -> None:
         """Raises `WeightsError` when another part does not go together with this one."""
         ours, theirs = self.header, header
-        for name in ("run_id", "kind", "total_bytes", "update"):
+        for name in ("run_id", "kind", "total_bytes"):
             expected, found = getattr(ours.manifest, name), getattr(theirs.manifest, name)
             if expected != found:
                 raise WeightsError(

@@ -32,6 +32,7 @@ from services.learner.data.prompts import Prompt
 from services.learner.evaluation import Evaluator
 from services.learner.loop import Loop
 from services.learner.model import check_model
+from services.learner.part_publisher import PartPublisher
 from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks, follow
 from services.learner.recorder import Recorder
@@ -76,7 +77,8 @@ def run_rank(recipe: Recipe, *, rank: int, world: int, dataset: Dataset | None) 
             # The launcher tells every rank to stop; rank 0 stops them after it has saved.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
-            follow(trainer)
+            with PartPublisher(recipe, rank) as publisher:
+                follow(trainer, publisher)
             return 0
         ranks = Ranks(trainer, world)
         try:

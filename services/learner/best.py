@@ -9,7 +9,10 @@ import logging
 import shutil
 from pathlib import Path
 
-from services.learner.snapshot import Snapshot
+from safetensors import safe_open
+
+from services.learner.model import INDEX, shard_name, write_index
+from services.learner.snapshot import Snapshot, candidate_files, write_candidate
 
 log = logging.getLogger(__name__)
 
@@ -29,36 +32,51 @@ class BestVersion:
         self._model_folder = model_folder
         shutil.rmtree(self._candidates, ignore_errors=True)
 
-    def add_candidate(self, step: int, snapshot: Snapshot) -> None:
-        """Writes the weights of a version that is being evaluated."""
-        from safetensors.torch import save_file
+    def candidate(self, step: int) -> Path:
+        """Where the weights of a version that is being evaluated wait; files with this stem."""
+        return self._candidates / str(step)
 
-        self._candidates.mkdir(parents=True, exist_ok=True)
-        save_file(
-            snapshot.tensors, self._candidates / f"{step}.safetensors", metadata={"format": "pt"}
-        )
+    def add_candidate(self, step: int, snapshot: Snapshot) -> None:
+        """Writes the weights of a version that is being evaluated, or rank 0's part of them."""
+        write_candidate(snapshot, self.candidate(step))
         if snapshot.adapter_config is not None:
             (self._candidates / ADAPTER_CONFIG).write_text(snapshot.adapter_config)
 
     def judge(self, step: int, version: int, metric: str, value: float) -> None:
         """The evaluation of a candidate is over: it becomes the best one, or goes."""
-        candidate = self._candidates / f"{step}.safetensors"
-        if not candidate.exists():
+        candidates = candidate_files(self.candidate(step))
+        if not candidates:
             return
         if value <= self._value():
-            candidate.unlink()
+            for candidate in candidates:
+                candidate.unlink()
             return
         config = self._candidates / ADAPTER_CONFIG
         for file in [config] if config.exists() else self._model_folder.iterdir():
             if file.is_file() and file.suffix not in {".safetensors", ".bin", ".gguf"}:
                 shutil.copy(file, self._folder / file.name)
-        name = "adapter_model.safetensors" if config.exists() else "model.safetensors"
-        candidate.replace(self._folder / name)
+        self._take(candidates, "adapter_model" if config.exists() else "model")
         said = {"step": step, "version": version, "metric": metric, "value": value}
         partial = self._folder / ".best.json"
         partial.write_text(json.dumps(said, indent=1))
         partial.replace(self._folder / "best.json")
         log.info("version %d (step %d) is the best so far: %s = %.4f", version, step, metric, value)
+
+    def _take(self, candidates: list[Path], name: str) -> None:
+        """Moves a candidate's files to their place, in the stead of those of the best version before."""
+        count, total = len(candidates), 0
+        files: dict[str, str] = {}
+        (self._folder / INDEX).unlink(missing_ok=True)
+        for old in self._folder.glob("*.safetensors"):
+            old.unlink()
+        for index, candidate in enumerate(candidates):
+            target = f"{name}.safetensors" if count == 1 else shard_name(index, count)
+            with safe_open(candidate, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), target)
+            total += candidate.stat().st_size
+            candidate.replace(self._folder / target)
+        if count > 1:
+            write_index(self._folder, files, total)
 
     def _value(self) -> float:
         try:

@@ -35,6 +35,7 @@ from services.learner.groups import (
     versions_of,
 )
 from services.learner.health import Health
+from services.learner.part_publisher import PartOrder
 from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks
 from services.learner.recorder import Recorder
@@ -232,19 +233,25 @@ class Loop:
         if self._publishing is not None:
             self._publishing.result()
         step, total = self._meta.step, self._recipe.schedule.steps
-        snapshot = self._ranks.snapshot(self._parity)
+        whole, evaluate = step in {0, total}, self._evaluates(step)
+        order = PartOrder(
+            self._meta.term,
+            step,
+            publish_id=f"{self._meta.term}-{step}",
+            candidate=str(self._best.candidate(step)) if evaluate else None,
+        )
+        snapshot = self._ranks.snapshot(self._parity, order)
         manifest = checkpoint.Manifest()
         manifest.CopyFrom(self._identity)
         manifest.step, manifest.update = step, self._meta.update
-        manifest.publish_id = f"{self._meta.term}-{step}"
+        manifest.publish_id = order.publish_id
         manifest.adapter_config = snapshot.adapter_config or ""
         manifest.parity.tolerance = self._recipe.parity_tolerance
         for token_ids, logprobs in snapshot.parity:
             manifest.parity.sequences.add(token_ids=token_ids, logprobs=logprobs)
-        whole, evaluate = step in {0, total}, self._evaluates(step)
         if evaluate:
             self._best.add_candidate(step, snapshot)
-        publication = Publication(manifest, list(snapshot.raw()))
+        publication = Publication(manifest, list(snapshot.raw()), snapshot.part)
         self._publishing = self._background.start(
             self.coordinator.publish(publication, evaluate=evaluate, whole=whole)
         )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+INDEX = "model.safetensors.index.json"
 # What of a model folder goes along with an export, beside its configuration.
 COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 
@@ -122,15 +123,32 @@ def made_trainable(model: PreTrainedModel) -> PreTrainedModel:
     return model.train()
 
 
+def shard_name(index: int, count: int) -> str:
+    """The file of one of several parts of a model folder's weights."""
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, files: dict[str, str], total_bytes: int) -> None:
+    """The index of a model folder whose weights are in several files; `files`: file by tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / INDEX).write_text(text)
+
+
 def write_model(tensors: dict[str, Tensor], source: Path, target: Path, dtype: str) -> None:
     """A model folder: the tensors, and the configuration and tokenizer files of `source`."""
     from huggingface_hub import save_torch_state_dict
 
+    write_companions(source, target, dtype)
+    save_torch_state_dict(tensors, target, metadata={"format": "pt"})
+
+
+def write_companions(source: Path, target: Path, dtype: str) -> None:
+    """What of a model folder is no weights."""
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.suffix in COMPANION_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)
-    save_torch_state_dict(tensors, target, metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype

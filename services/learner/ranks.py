@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from services.learner.batching import Group
+from services.learner.part_publisher import PartOrder, PartPublisher
 from services.learner.snapshot import Snapshot
 from services.learner.trainer import Trainer
 
@@ -55,9 +56,9 @@ class Ranks:
         with self._together(Command.TRAIN_STEP):
             return self._trainer.train_step(groups)
 
-    def snapshot(self, parity_sequences: Sequence[Sequence[int]]) -> Snapshot:
-        """See `Trainer.snapshot`."""
-        with self._together(Command.SNAPSHOT):
+    def snapshot(self, parity_sequences: Sequence[Sequence[int]], order: PartOrder) -> Snapshot:
+        """See `Trainer.snapshot`. Where it is only rank 0's part, the other ranks begin to publish theirs."""
+        with self._together(Command.SNAPSHOT, order.dump()):
             return self._trainer.snapshot(parity_sequences)
 
     def save(self, folder: Path) -> None:
@@ -84,25 +85,26 @@ class Ranks:
             self._announce(Command.END)
 
 
-def follow(trainer: Trainer) -> None:
+def follow(trainer: Trainer, publisher: PartPublisher) -> None:
     """The life of a rank other than 0: does what rank 0 announces until it says END."""
     while True:
+        publisher.check()
         head = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(head, src=0)
         command, length = Command(int(head[0])), int(head[1])
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             dist.broadcast(text, src=0)
-        folder = Path(bytes(text.tolist()).decode())
+        argument = bytes(text.tolist()).decode()
         match command:
             case Command.TRAIN_STEP:
                 trainer.train_step([])
             case Command.SNAPSHOT:
-                trainer.snapshot()
+                publisher.publish(trainer.snapshot(), PartOrder.parse(argument))
             case Command.SAVE:
-                trainer.save(folder)
+                trainer.save(Path(argument))
             case Command.EXPORT:
-                trainer.export(folder)
+                trainer.export(Path(argument))
             case Command.END:
                 return
             case Command.STAY_AWAKE:

@@ -43,10 +43,18 @@ from services.learner.engine import Engine
 from services.learner.logprobs import TokenScorer
 from services.learner.losses import LossInputs, LossOutput, PreparedLoss, ValueLoss, build_loss
 from services.learner.losses.ppo import PPOLoss
-from services.learner.model import check_model, load_policy, write_model
+from services.learner.model import (
+    check_model,
+    load_policy,
+    shard_name,
+    write_companions,
+    write_index,
+    write_model,
+)
 from services.learner.preparation import Preparation
 from services.learner.schedule import learning_rate
 from services.learner.scoring import Passes
+from services.learner.shards import ShardPlan, is_stored_as_computed, saved_buffers
 from services.learner.snapshot import Snapshot
 from services.learner.step import StepState
 
@@ -85,6 +93,7 @@ class Trainer:
         if isinstance(self._loss, PPOLoss) and not self._loss.shares_policy:
             self._critic = Critic(recipe, self._loss, self._passes)
         self._reference = self._build_reference()
+        self._shards = self._plan_shards()
         self._updates = 0
         self.on_part: Callable[[str], None] | None = None
         """Told of each part of a step (the names under time/) as it begins."""
@@ -133,7 +142,10 @@ class Trainer:
         return found | clock.metrics()
 
     def snapshot(self, parity_sequences: Sequence[Sequence[int]] = ()) -> Snapshot:
-        """Host copies of the trained parameters (rank 0) and the log-probs of the sequences under them."""
+        """Host copies of the trained parameters (rank 0) and the log-probs of the sequences under them.
+
+        Under ZeRO-3 on several ranks each rank has the tensors that it publishes, and none ever has all of them.
+        """
         sequences = [list(sequence) for sequence in parity_sequences]
         parity = list(zip(sequences, self.parity_logprobs(sequences), strict=False))
         if self._adapter is not None:
@@ -141,10 +153,12 @@ class Trainer:
             named = {lora.saved_name(name): tensor for name, tensor in tensors.items()}
             return Snapshot(named, self._updates, parity, self._adapter.config_json)
         model = self._engine.scorer.model
+        if self._shards is not None:
+            tensors = self._copies_of_part(self._shards)
+            return Snapshot(tensors, self._updates, parity, part=self._shards.part(self._rank))
         tensors = self._host_copies(model.named_parameters())
         if self._rank == 0:
-            saved = model.state_dict().keys()
-            tensors |= {n: _host_copy(b) for n, b in model.named_buffers() if n in saved}
+            tensors |= {name: _host_copy(b) for name, b in saved_buffers(model).items()}
             # What transformers renames or fuses when it loads a model, it undoes here.
             tensors = revert_weight_conversion(model, tensors)
         return Snapshot(tensors, self._updates, parity)
@@ -178,12 +192,15 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Writes a model folder (safetensors, config, tokenizer) that transformers loads; rank 0 writes.
 
-        An adapter is merged into it, and written as it is to the folder's neighbour `adapter`.
+        An adapter is merged into it, and written as it is to the folder's neighbour `adapter`. Under ZeRO-3 on several
+        ranks each writes a file with its tensors, to storage that all ranks see.
         """
         snapshot = self.snapshot()
         source, dtype = Path(self._recipe.model.path), self._recipe.model.dtype
         try:
-            if self._rank == 0:
+            if snapshot.part is not None:
+                self._export_part(snapshot, source, folder)
+            elif self._rank == 0:
                 tensors, config = snapshot.tensors, snapshot.adapter_config
                 if config is not None:
                     lora.write_adapter(tensors, config, folder.parent / "adapter")
@@ -193,6 +210,21 @@ class Trainer:
             raise CheckpointError(
                 f"can't write the model to {folder}: {error}; free space or choose another folder"
             ) from error
+
+    def _export_part(self, snapshot: Snapshot, source: Path, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        assert self._shards is not None
+        shards, world = self._shards, self._world
+        if self._rank == 0:
+            write_companions(source, folder, self._recipe.model.dtype)
+            files = {tensor.name: shard_name(tensor.owner, world) for tensor in shards.tensors}
+            write_index(folder, files, shards.total_bytes)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            snapshot.tensors, folder / shard_name(self._rank, world), metadata={"format": "pt"}
+        )
+        dist.barrier()
 
     def close(self) -> None:
         """Frees the engine. The process group stays: it lives as long as the process."""
@@ -226,6 +258,14 @@ class Trainer:
         folder = self._settings.reference or self._recipe.model.path
         model = load_policy(folder, dtype=self._recipe.model.dtype)
         return TokenScorer(model).to(self._device).eval().requires_grad_(False)
+
+    def _plan_shards(self) -> ShardPlan | None:
+        """Who publishes what; None when rank 0 publishes everything."""
+        model = self._engine.scorer.model
+        # An adapter is small, and rank 0 holds all of it without harm.
+        if self._engine.stage < 3 or self._world == 1 or self._adapter is not None:
+            return None
+        return ShardPlan.of(model, self._world) if is_stored_as_computed(model) else None
 
     @property
     def _adapter_is_reference(self) -> bool:
@@ -400,6 +440,19 @@ class Trainer:
         return learning_rate(self._updates, total, self._settings.optimizer, per_step)
 
     # ---- small parts
+
+    def _copies_of_part(self, shards: ShardPlan) -> dict[str, Tensor]:
+        """What this rank publishes; every rank takes part in gathering everything, one parameter at a time."""
+        model = self._engine.scorer.model
+        tensors = shards.allocate(self._rank)
+        for name, parameter in model.named_parameters():
+            with self._engine.gathered(parameter):
+                if name in tensors:
+                    tensors[name].copy_(parameter.detach())
+        for name, buffer in saved_buffers(model).items():
+            if name in tensors:
+                tensors[name].copy_(buffer)
+        return tensors
 
     def _host_copies(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Whole parameters by name, on rank 0; nothing elsewhere."""

@@ -12,9 +12,10 @@ from typing import Any
 
 from offbeat.errors import ServiceUnavailable, WeightsError
 from offbeat.v1 import checkpoint_pb2 as checkpoint
-from offbeat.weights.client import CheckpointClient, PublishBase
-from offbeat.weights.manifest import describe
+from offbeat.weights.client import CheckpointClient, PublishBase, Shard
+from offbeat.weights.manifest import describe, describe_part
 from services.learner.cohorts import Lineage
+from services.learner.snapshot import Part
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,25 @@ LOOK_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights to publish: the manifest but for its tensors, and name, dtype, shape and bytes of each tensor."""
+    """Weights to publish: the manifest but for its tensors, and name, dtype, shape and bytes of each tensor.
+
+    `part`: when the tensors are only some of the version's, and other ranks publish the rest.
+    """
 
     manifest: checkpoint.Manifest
     tensors: list[tuple[str, str, tuple[int, ...], memoryview]]
+    part: Part | None = None
 
     @property
     def buffers(self) -> list[Any]:
         """The bytes of each tensor."""
         return [buffer for *_, buffer in self.tensors]
+
+    def describe(self) -> checkpoint.Manifest:
+        """The manifest of the tensors. Blocking: all bytes are hashed."""
+        if self.part is None:
+            return describe(self.tensors)
+        return describe_part(self.tensors, self.part.offsets, self.part.total_bytes)
 
 
 OnPublish = Callable[[int, Publication, float], None]
@@ -68,7 +79,7 @@ class Versions:
         """Publishes weights; returns their version, which is in the lineage then."""
         began = time.monotonic()
         # Hashing takes longer than anything else here, and needs neither this loop nor the thread that trains.
-        publication.manifest.MergeFrom(await asyncio.to_thread(describe, publication.tensors))
+        publication.manifest.MergeFrom(await asyncio.to_thread(publication.describe))
         async with self._busy:
             version = await self._publish(publication, self._base)
         self.on_publish(version, publication, time.monotonic() - began)
@@ -78,12 +89,19 @@ class Versions:
         given = publication.manifest
         given.term = self.term
         given.parent = max(self._lineage.versions, default=0)
+        part = publication.part
         reply = await self._client.publish(
-            given, publication.buffers, base=base, deadline_seconds=PUBLISH_SECONDS
+            given,
+            publication.buffers,
+            base=base,
+            shard=Shard() if part is None else Shard(part.index, part.count),
+            deadline_seconds=PUBLISH_SECONDS,
         )
         if self._keep:
-            self._base = PublishBase(reply.manifest, publication.buffers)
-            self._newest = publication
+            own = None if part is None else given.tensors
+            self._base = PublishBase(reply.manifest, publication.buffers, own)
+            # A part alone is no version: the other ranks don't know that theirs is wanted again.
+            self._newest = publication if part is None else None
         version = int(reply.manifest.version)
         self._lineage.add(version, given.step, given.update)
         return version
@@ -120,8 +138,8 @@ class Versions:
         text = f"the checkpoint service has lost version {newest}, its newest one is {status.latest_version}"
         if self._newest is None:
             raise WeightsError(
-                f"{text}; this learner kept no copy of it (checkpoint.deltas is off), so it must go on from its last "
-                "checkpoint"
+                f"{text}; this learner kept no copy of it (checkpoint.deltas is off, or each rank has a part), so it "
+                "must go on from its last checkpoint"
             )
         log.error("%s; publishing it again", text)
         return self._newest

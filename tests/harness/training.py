@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +24,20 @@ VOCABULARY = 48
 CONTEXT = 64
 
 
-def make_policy(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """A Llama with random weights, saved with save_pretrained."""
+def make_policy(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: int) -> Path:
+    """A Llama with random weights, saved with save_pretrained; `sizes`: of its configuration, tiny where not given."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
+    tiny = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        **(tiny | sizes),
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=CONTEXT,
@@ -94,10 +100,12 @@ def run_job(
     job: dict[str, Any], rank: int = 0, world: int = 1, rendezvous: str | None = None
 ) -> Any:
     """What a rank does: load, some steps, save. Returns a snapshot and the metrics of the last step."""
+    from services.learner.part_publisher import PartPublisher
     from services.learner.trainer import Trainer
 
     recipe = Recipe.model_validate(job["recipe"])
     trainer = Trainer(recipe, rank=rank, world=world, rendezvous=rendezvous)
+    parts = PartPublisher(recipe, rank).__enter__() if job.get("publish") else None
     try:
         if job.get("load"):
             trainer.load(Path(job["load"]))
@@ -105,12 +113,70 @@ def run_job(
         for step in job["steps"]:
             groups = recorded_groups(step, count=job.get("count", 6)) if rank == 0 else []
             metrics = trainer.train_step(groups)
+            if parts is not None:
+                metrics |= _publish_part(trainer, parts, rank, step)
         if job.get("save"):
             trainer.save(Path(job["save"]))
+        if job.get("export"):
+            trainer.export(Path(job["export"]))
         snapshot = trainer.snapshot([[5, 6, 7], [8, 9]] if rank == 0 else [])
+        if job.get("gather"):
+            trainer._shards = None
+            del snapshot
+            with watched_memory(trainer) as memory:
+                snapshot = trainer.snapshot()
+            metrics |= {f"whole_{name}": value for name, value in memory.items()}
         return snapshot, metrics
     finally:
+        if parts is not None:
+            parts.__exit__(None, None, None)
         trainer.close()
+
+
+def _publish_part(trainer: Any, parts: Any, rank: int, step: int) -> dict[str, float]:
+    """Publishes a rank's part of a snapshot and waits for it; what it took of memory."""
+    from services.learner.part_publisher import PartOrder
+
+    with watched_memory(trainer) as memory:
+        snapshot = trainer.snapshot()
+    held = sum(tensor.nbytes for tensor in snapshot.tensors.values())
+    parts.publish(snapshot, PartOrder(term=1, step=step, publish_id=f"1-{step}"))
+    parts._publishing.result()
+    return memory | {"held": held}
+
+
+@contextlib.contextmanager
+def watched_memory(trainer: Any) -> Iterator[dict[str, float]]:
+    """Within: `gathered`, the most bytes of parameters gathered at once; `grown`, how far the process grew at most."""
+    found = {"gathered": 0.0, "grown": 0.0}
+    original, live = trainer._engine.gathered, [0]
+
+    @contextlib.contextmanager
+    def counted(parameter: Any, **how: bool) -> Iterator[None]:
+        size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        live[0] += size
+        found["gathered"] = max(found["gathered"], live[0])
+        with original(parameter, **how):
+            yield
+        live[0] -= size
+
+    trainer._engine.gathered = counted
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # what was freed goes back to the system, and is not filled again unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    try:
+        yield found
+    finally:
+        trainer._engine.gathered = original
+        found["grown"] = _status("VmHWM") - before
+
+
+def _status(field: str) -> float:
+    """Bytes that the system counts for this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 class Ranks:
@@ -134,7 +200,12 @@ class Ranks:
             self._ranks.append(process)
 
     def run(self, recipe: Recipe, **job: Any) -> tuple[dict[str, Any], dict[str, float]]:
-        """`run_job` on all ranks; returns rank 0's weights and the metrics of its last step."""
+        """`run_job` on all ranks; returns the weights, and the metrics of rank 0's last step."""
+        weights, metrics = self.run_all(recipe, **job)
+        return weights, metrics[0]
+
+    def run_all(self, recipe: Recipe, **job: Any) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        """The same with the metrics of each rank."""
         from safetensors.torch import load_file
 
         out = self._folder / str(self._jobs)
@@ -150,8 +221,12 @@ class Ranks:
             assert process.stdout is not None
             if process.stdout.readline() != b"done\n":
                 raise AssertionError(f"a rank failed:\n{self._logs()}")
-        metrics = json.loads((out / "metrics.json").read_text())
-        return load_file(out / "weights.safetensors"), metrics
+        weights: dict[str, Any] = {}
+        metrics = []
+        for rank in range(len(self._ranks)):
+            weights |= load_file(out / f"weights{rank}.safetensors")
+            metrics.append(json.loads((out / f"metrics{rank}.json").read_text()))
+        return weights, metrics
 
     def close(self) -> None:
         """Ends the processes."""
@@ -174,9 +249,8 @@ def _serve(rank: int, world: int, rendezvous: str) -> None:
         job = json.loads(Path(line.strip()).read_text())
         snapshot, metrics = run_job(job, rank, world, rendezvous)
         out = Path(job["out"])
-        if rank == 0:
-            save_file(snapshot.tensors, out / "weights.safetensors")
-            (out / "metrics.json").write_text(json.dumps(metrics))
+        save_file(snapshot.tensors, out / f"weights{rank}.safetensors")
+        (out / f"metrics{rank}.json").write_text(json.dumps(metrics))
         answers.write(b"done\n")
 
 
