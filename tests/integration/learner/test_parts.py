@@ -74,7 +74,7 @@ async def test_the_memory_of_a_publish_is_that_of_a_part(tmp_path: Path, ranks: 
     async with serving(tmp_path / "store") as service:
         recipe = recipe_of(policy, service.address)
         weights, metrics = await asyncio.to_thread(
-            ranks.run_all, recipe, steps=[0], publish=True, gather=True, count=1
+            ranks.run_all, recipe, steps=[0, 1], publish=True, gather=True, count=1
         )
     total = sum(tensor.nbytes for tensor in weights.values())
     for rank, found in enumerate(metrics):
