@@ -2,9 +2,10 @@
 
     python -m benchmarks.weights [--cells KEY ...] [--again] [--list] [--quick]
 
-Each cell runs in a process of its own and leaves a file in --results; one that has a file is not measured again unless
---again is given, so a sitting can be cut short and taken up on a quieter machine. Everything is measured in rounds with raw
-TCP (or the engine's own load); look at the ratios. `steps/all` must come first: it trains what others send.
+Each cell runs in a process of its own and leaves a file in --results; one that has a file is not measured again
+unless --again is given, so a sitting can be cut short and taken up on a quieter machine. Everything is measured in
+rounds with raw TCP (or the engine's own load); look at the ratios. `steps/all` must come first: it trains what others
+send.
 """
 
 import argparse

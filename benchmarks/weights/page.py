@@ -24,8 +24,8 @@ def page(cells: Iterable[Cell]) -> str:
     parts = [
         f"<!-- Written by `python -m benchmarks.weights`; what it means stands in {NOTES.rpartition('/')[2]}. -->",
         "# The weight path beside raw TCP and the engine's own load\n",
-        "What it means: [weights_notes.md](weights_notes.md). Medians of the rounds, which alternate between the things "
-        "compared; behind them the smallest and the largest. Ratios (×) are of the same rounds, and alone comparable "
+        "What it means: [weights_notes.md](weights_notes.md). Medians of the rounds, which alternate between the "
+        "things compared; behind them the smallest and the largest. Ratios (×) are of the same rounds, and alone comparable "
         "between sittings: the machine was shared, with the load stated at the beginning and the end of each cell.\n",
     ]
     for kind, title in TITLES.items():
@@ -61,7 +61,7 @@ def _circumstances(cell: Cell) -> str:
 
 
 def _model(rows: dict[str, Row]) -> list[str]:
-    """Seconds per step for larger models, computed from the rates of the last transfer cell. Nothing here is measured."""
+    """Seconds per step for larger models, computed from the rates of the last transfer cell; nothing is measured."""
     names = {
         "delta up": "delta up, hashes included, CPU of both ends",
         "delta down": "delta down, CPU of both ends",
@@ -73,8 +73,8 @@ def _model(rows: dict[str, Row]) -> list[str]:
     share = rows[names["share"]].median / 100
     parts = [
         "## A model of larger models (computed, not measured)\n",
-        f"Seconds for one step's weights (bfloat16) from the learner to one receiver, over one link. Full: bytes over the "
-        f"link's rate, hashing and writing beside it. Delta: {100 * share:.3f} % of the bytes over the link, and "
+        f"Seconds for one step's weights (bfloat16) from the learner to one receiver, over one link. Full: bytes over "
+        f"the link's rate, hashing and writing beside it. Delta: {100 * share:.3f} % of the bytes over the link, and "
         f"{up:.2g} + {down:.2g} CPU-seconds per GB of weights (measured above, both ends), spread over 16 cores.\n",
         "| model | bytes | "
         + " | ".join(f"full, {link}" for link in LINKS)

@@ -1,7 +1,7 @@
 """The generator's pause for an in-flight update of SmolLM2-135M, beside the engine's own load of the same tensors.
 
-Two vLLM engines of the same settings: the generator's, with requests running, and a plain `LLM` whose model is reloaded in
-place from tensors that are in memory already. One load of each in every round.
+Two vLLM engines of the same settings: the generator's, with requests running, and a plain `LLM` whose model is
+reloaded in place from tensors that are in memory already. One load of each in every round.
 """
 
 import asyncio

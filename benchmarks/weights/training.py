@@ -1,7 +1,8 @@
 """Real steps of SmolLM2-135M in bfloat16 with float32 master weights, at several rates: how much of it changes.
 
-Text is the documentation of Python's standard library, as docstrings; the loss is that of language modelling. What counts
-here is Adam's state, which is warm after a few steps: how far a step moves a weight is about the rate, whatever the loss.
+Text is the documentation of Python's standard library, as docstrings; the loss is that of language modelling. What
+counts here is Adam's state, which is warm after a few steps: how far a step moves a weight is about the rate,
+whatever the loss.
 """
 
 import ast

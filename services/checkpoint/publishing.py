@@ -326,7 +326,7 @@ class Publisher:
             manifest.term,
             manifest.total_bytes,
         )
-        await asyncio.to_thread(self._store.prune)
+        self._prune_soon()
         return entry, False
 
     async def _adopt(
@@ -342,8 +342,12 @@ class Publisher:
         self._counters.published += 1
         self.announce()
         log.info("version %d mirrored, %d bytes", entry.version, manifest.total_bytes)
-        await asyncio.to_thread(self._store.prune)
+        self._prune_soon()
         return entry, False
+
+    def _prune_soon(self) -> None:
+        """Once this change is done; nobody waits for it, as removing a large file takes as long as sending a delta."""
+        self._changes.start(asyncio.to_thread(self._store.prune))
 
     def _note_deltas(self, entry: StoredVersion) -> None:
         """The delta that a version was uploaded as is what its receivers get."""

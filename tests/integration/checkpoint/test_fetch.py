@@ -211,6 +211,7 @@ async def test_an_open_fetch_keeps_its_version(tmp_path: Path) -> None:
         proxy.stall()
         for step in (2, 3):
             await publish(client, tensors(99, step), step=step)
+        await until(lambda: not service.store.get(2).available)
         listed = {v.version: (v.available, v.leases) for v in await client.list_versions()}
         assert listed == {1: (True, 1), 2: (False, 0), 3: (True, 0)}
         proxy.resume()
