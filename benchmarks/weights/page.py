@@ -25,8 +25,8 @@ def page(cells: Iterable[Cell]) -> str:
         f"<!-- Written by `python -m benchmarks.weights`; what it means stands in {NOTES.rpartition('/')[2]}. -->",
         "# The weight path beside raw TCP and the engine's own load\n",
         "What it means: [weights_notes.md](weights_notes.md). Medians of the rounds, which alternate between the "
-        "things compared; behind them the smallest and the largest. Ratios (×) are of the same rounds, and alone comparable "
-        "between sittings: the machine was shared, with the load stated at the beginning and the end of each cell.\n",
+        "things compared; behind them the smallest and the largest. Ratios (×) are of the same rounds, and alone "
+        "comparable between sittings: the machine was shared. The load stands beside each cell.\n",
     ]
     for kind, title in TITLES.items():
         if kind not in by_kind:

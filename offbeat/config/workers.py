@@ -20,6 +20,11 @@ class VllmEngine(Settings):
         None, gt=0, description="KV cache, MiB; null: from gpu_memory_utilization, 128 on a CPU."
     )
     enforce_eager: bool | None = Field(None, description="null: true on a CPU, false on GPUs.")
+    weight_transfer: Literal["file", "nccl"] = Field(
+        "file",
+        description="How vLLM's workers get staged weights: each reads the file, or the generator sends them by vLLM's "
+        "own NCCL transfer, for workers on several hosts. nccl is UNTESTED ON GPUS.",
+    )
     extra: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of vLLM's engine."
     )

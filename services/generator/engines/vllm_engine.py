@@ -101,7 +101,12 @@ class VllmAsyncEngine(Engine):
         self._llm: Any = None
         self._tokenizer: Any = None
         self._expected: Any = None
+        self._nccl: Any = None
         self._steps = 0
+        if settings.weight_transfer == "nccl" and self._on_cpu:
+            raise ConfigError(
+                "generator.engine.weight_transfer is nccl, but there is no GPU here: use file"
+            )
         self._scoring = asyncio.Semaphore(SCORING_SLOTS)
         prepare_environment(settings, on_cpu=self._on_cpu, threads=threads)
 
@@ -110,10 +115,28 @@ class VllmAsyncEngine(Engine):
         model_folder.check_context(config, self.max_context)
         # Takes seconds to minutes; health and signals are answered meanwhile.
         self._llm, self._expected = await in_daemon_thread(self._build)
+        self._nccl = self._nccl_transfer()
         self._tokenizer = self._llm.get_tokenizer()
         model_folder.check_eos(self._tokenizer.eos_token_id, self._model.path)
 
+    def _nccl_transfer(self) -> Any:
+        if self._settings.weight_transfer != "nccl":
+            return None
+        import torch
+
+        from services.generator.engines.nccl_transfer import NcclTransfer, free_endpoint
+
+        settings = self._settings
+        return NcclTransfer(
+            self._llm,
+            workers=settings.tensor_parallel_size * settings.data_parallel_size,
+            device=torch.device("cuda", torch.cuda.current_device()),
+            endpoint=free_endpoint,
+        )
+
     async def stop(self) -> None:
+        if self._nccl is not None:
+            self._nccl.close()
         if self._llm is not None:
             llm, self._llm = self._llm, None
             # Not in a thread: vLLM's own task must not see its process go before it is cancelled.
@@ -158,7 +181,9 @@ class VllmAsyncEngine(Engine):
             else settings.enforce_eager,
             # Of the distribution that was sampled from; the default is the one before temperature.
             "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
+            "weight_transfer_config": WeightTransferConfig(
+                backend="nccl" if settings.weight_transfer == "nccl" else vllm_plugin.BACKEND
+            ),
             "worker_extension_cls": f"{PLUGIN}.{vllm_plugin.WorkerExtension.__name__}",
             # The model folder's sampling defaults are not used: every task says how to sample.
             "generation_config": "vllm",
@@ -321,13 +346,16 @@ class VllmAsyncEngine(Engine):
 
         from services.generator.engines.staged_tensors import entries
 
-        info = {"path": str(weights.path), "tensors": entries(weights)}
         await self._llm.pause_generation(mode="keep", clear_cache=drop_kv)
         began = time.perf_counter()
         try:
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-            await self._llm.finish_weight_update(weight_version=str(version))
+            if self._nccl is not None:
+                await self._nccl.load(weights, version)
+            else:
+                info = {"path": str(weights.path), "tensors": entries(weights)}
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+                await self._llm.finish_weight_update(weight_version=str(version))
         except Exception as error:  # vLLM passes on errors of its processes as bare Exception
             raise WeightsError(f"vLLM can't load version {version}: {error}") from error
         seconds = time.perf_counter() - began
