@@ -1,7 +1,7 @@
 """A cell of the suite: something measured in one sitting, and the file that keeps it.
 
-A cell has rows, a row the values of all its rounds. What is told is the median and the spread; the median meets a target
-or not. A cell that has a file is not measured again, so that a sitting can be cut short.
+A cell has rows, a row the values of all its rounds. What is told is the median and the spread; the median meets a
+target or not. A cell that has a file is not measured again, so that a sitting can be cut short.
 """
 
 import json
