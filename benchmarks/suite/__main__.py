@@ -27,7 +27,7 @@ MODULES = {
     "d": "overlap",
     "e": "sample_path",
     "f": "start",
-    "g": "memory",
+    "g": "start",
     "h": "peers",
     "i": "growth",
 }

@@ -12,26 +12,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import yaml
 
 OFFBEAT = ("-m", "offbeat", "run")
 EMULATED = ("-m", "benchmarks.suite.emulated.run")
 RUN_SECONDS = 900.0
+READ_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """`started`: when the command was given, seconds since 1970. `cpu`: CPU seconds by service."""
+    """`started`: when the command was given, seconds since 1970. `cpu`: (time, CPU seconds by service so far)."""
 
     folder: Path
     started: float
     steps: list[dict[str, Any]]
-    cpu: dict[str, float]
+    cpu: list[tuple[float, dict[str, float]]]
 
     def step_seconds(self, skip: int) -> list[float]:
         """Wall seconds of each step but the first `skip`, which fill the pipeline, and the last two, which drain it."""
         return [line["time/step_seconds"] for line in self.steps[skip:-2]]
+
+    def cpu_of_a_step(self, skip: int) -> float:
+        """CPU seconds of all services for one step: the mean of those that `step_seconds` is about."""
+        ends = self.ends()[skip - 1 : -2]
+        return (self._cpu_at(ends[-1]) - self._cpu_at(ends[0])) / (len(ends) - 1)
+
+    def _cpu_at(self, moment: float) -> float:
+        """CPU seconds of all processes until then, between two readings in proportion."""
+        times = [at for at, _ in self.cpu]
+        return float(np.interp(moment, times, [sum(used.values()) for _, used in self.cpu]))
 
     def ends(self) -> list[float]:
         """When each step ended, seconds since 1970."""
@@ -78,9 +90,10 @@ def run(
 
 def _wait(
     child: "subprocess.Popen[bytes]", watch: Callable[[psutil.Process], None] | None
-) -> dict[str, float]:
-    """Waits for the end; the CPU seconds of each service, as last seen."""
+) -> list[tuple[float, dict[str, float]]]:
+    """Waits for the end; what `RunResult.cpu` holds."""
     cpu: dict[tuple[str, int], float] = {}
+    readings: list[tuple[float, dict[str, float]]] = []
     end = time.monotonic() + RUN_SECONDS
     process = psutil.Process(child.pid)
     try:
@@ -93,17 +106,18 @@ def _wait(
                     cpu[service_of(member), member.pid] = times.user + times.system
                 except psutil.Error:
                     continue  # it has just ended
+            found: dict[str, float] = {}
+            for (service, _), seconds in cpu.items():
+                found[service] = found.get(service, 0.0) + seconds
+            readings.append((time.time(), found))
             if watch is not None:
                 watch(process)
-            time.sleep(0.2)
+            time.sleep(READ_SECONDS)
     finally:
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
             child.wait()
-    found: dict[str, float] = {}
-    for (service, _), seconds in cpu.items():
-        found[service] = found.get(service, 0.0) + seconds
-    return found
+    return readings
 
 
 def members(process: psutil.Process) -> list[psutil.Process]:

@@ -149,7 +149,6 @@ class VllmAsyncEngine(Engine):
         return list(await asyncio.gather(*[self._score(tokens) for tokens in sequences]))
 
     def _build(self) -> tuple[Any, Any]:
-        from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -164,6 +163,24 @@ class VllmAsyncEngine(Engine):
 
         expected = ExpectedTensors.of_folder(self._model.path)
         os.environ[vllm_plugin.GENERATOR_PID] = str(os.getpid())
+        try:
+            arguments = AsyncEngineArgs(**self.arguments())
+        except TypeError as error:
+            raise ConfigError(f"generator.engine.extra: {error}") from error
+        try:
+            llm = QuietlyDeleted.from_engine_args(arguments, stat_loggers=[self._step_counter()])
+        except (OSError, RuntimeError, ValueError) as error:
+            raise EngineError(
+                f"vLLM can't start with {self._model.path}: {error} (its own log above says more)"
+            ) from error
+        return llm, expected
+
+    def arguments(self) -> dict[str, Any]:
+        """vLLM's engine arguments; those of the recipe's `extra` come last."""
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        from services.generator.engines import vllm_plugin
+
         settings = self._settings
         own = {
             "model": self._model.path,
@@ -195,17 +212,7 @@ class VllmAsyncEngine(Engine):
             # CPU's generator can't do: the engine would end. Prompts are short beside a batch there anyway.
             "enable_chunked_prefill": False if self._on_cpu else None,
         }
-        try:
-            arguments = AsyncEngineArgs(**own, **(defaults | settings.extra))
-        except TypeError as error:
-            raise ConfigError(f"generator.engine.extra: {error}") from error
-        try:
-            llm = QuietlyDeleted.from_engine_args(arguments, stat_loggers=[self._step_counter()])
-        except (OSError, RuntimeError, ValueError) as error:
-            raise EngineError(
-                f"vLLM can't start with {self._model.path}: {error} (its own log above says more)"
-            ) from error
-        return llm, expected
+        return own | defaults | settings.extra
 
     def _kv_cache_bytes(self) -> int | None:
         megabytes = self._settings.kv_cache_memory_mb
