@@ -1,8 +1,8 @@
 """(a) The generator service beside bare vLLM: `AsyncLLM` with the same flags, on the same prompts, with the same seeds.
 
-The service is a process of its own with everything that it does in a run: it takes tasks from Redis, watches the
-checkpoint service, beats, makes text of tokens, and hands the groups on. Bare vLLM gets all prompts at once and makes no
-text. Both stay up and take turns, a batch each.
+The service is a process of its own with all that it does in a run: it takes tasks from Redis, watches the checkpoint
+service, beats, makes text of tokens, and hands the groups on. Bare vLLM gets all prompts at once and makes no text. Both
+stay up and take turns, a batch each.
 """
 
 import asyncio

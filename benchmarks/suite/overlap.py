@@ -97,7 +97,7 @@ def _steps(balance: Balance, lag: int, options: Options) -> list[float]:
     )
     changes = {
         "schedule": {
-            "steps": (6 if options.quick else 14) + lag,
+            "steps": (6 if options.quick else 14) + 2 * lag,
             "max_lag": lag,
             "prompts_per_step": PROMPTS,
         },
@@ -120,4 +120,4 @@ def _steps(balance: Balance, lag: int, options: Options) -> list[float]:
         environment=devices.environment(),
     )
     # The first steps train what was issued at once, at the start.
-    return result.step_seconds(skip=2 + lag)
+    return result.cycle_seconds(skip=2 + lag, cycle=lag + 1)

@@ -35,6 +35,15 @@ class RunResult:
         """Wall seconds of each step but the first `skip`, which fill the pipeline, and the last two, which drain it."""
         return [line["time/step_seconds"] for line in self.steps[skip:-2]]
 
+    def cycle_seconds(self, skip: int, cycle: int) -> list[float]:
+        """Wall seconds of a step, averaged over each `cycle` steps in a row.
+
+        With max_lag S there are S + 1 cohorts under way, which may be unevenly spaced: their steps then take turns in
+        being short and long.
+        """
+        steps = self.step_seconds(skip)
+        return [sum(steps[at : at + cycle]) / cycle for at in range(len(steps) - cycle + 1)]
+
     def cpu_of_a_step(self, skip: int) -> float:
         """CPU seconds of all services for one step: the mean of those that `step_seconds` is about."""
         ends = self.ends()[skip - 1 : -2]
