@@ -32,7 +32,6 @@ MODULES = {
     "i": "growth",
 }
 PAGE = ROOT / "docs/results/benchmarks.md"
-RESULTS_FILE = ROOT / "docs/results/benchmarks.json"
 
 
 def specs(letters: list[str], options: Options) -> Iterator[CellSpec]:
@@ -57,6 +56,7 @@ def measure_apart(spec: CellSpec, options: argparse.Namespace) -> bool:
     command = [sys.executable, "-m", "benchmarks.suite", "--inside", spec.key]
     command += ["--results", str(options.results), "--cores", *map(str, options.cores)]
     command += ["--quick"] if options.quick else []
+    command += ["--gpu-share", str(options.gpu_share)] if options.gpu_share else []
     print(f"{time.strftime('%H:%M:%S')} {spec.key}", flush=True)
     return subprocess.run(command, check=False).returncode == 0
 
@@ -73,14 +73,19 @@ def main() -> int:
         "--quick", action="store_true", help="tiny sizes: does everything still run?"
     )
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--no-page", action="store_true", help="leave docs/results alone")
+    parser.add_argument("--no-page", action="store_true", help="write no table")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the table; its data go beside it")
+    parser.add_argument("--gpu-share", type=float, help="of the GPU's memory for vLLM; unset: CPU")
     parser.add_argument("--results", type=Path, default=ROOT / "runs/bench")
     parser.add_argument("--cores", type=int, nargs="+", default=sorted(os.sched_getaffinity(0))[:2])
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.sched_setaffinity(0, arguments.cores)
     options = Options(
-        scratch=arguments.results / "scratch", cores=arguments.cores, quick=arguments.quick
+        scratch=arguments.results.resolve() / "scratch",
+        cores=arguments.cores,
+        quick=arguments.quick,
+        gpu_share=arguments.gpu_share,
     )
     folder = CellFolder(arguments.results)
     if arguments.inside:
@@ -103,22 +108,22 @@ def main() -> int:
         if (arguments.again or folder.read(spec.key) is None) and not measure_apart(spec, arguments)
     ]
     if not arguments.no_page:
-        report(options, folder)
+        report(options, folder, arguments.page)
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0
 
 
-def report(options: Options, folder: CellFolder) -> None:
+def report(options: Options, folder: CellFolder, file: Path) -> None:
     """Writes the page and the results of all cells that have a file; the others keep what they had."""
-    before = read_results(RESULTS_FILE)
+    before = read_results(file.with_suffix(".json"))
     kept = [
         folder.read(spec.key) or before.get(spec.key) for spec in specs(sorted(MODULES), options)
     ]
     cells = [cell for cell in kept if cell is not None]
     command = shlex.join(["python", "-m", "benchmarks.suite", *sys.argv[1:]])
-    PAGE.write_text(page(cells, before, command), encoding="utf-8")
-    write_results(RESULTS_FILE, cells, command)
+    file.write_text(page(cells, before, command), encoding="utf-8")
+    write_results(file.with_suffix(".json"), cells, command)
 
 
 if __name__ == "__main__":

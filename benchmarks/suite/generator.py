@@ -1,8 +1,8 @@
 """(a) The generator service beside bare vLLM: `AsyncLLM` with the same flags, on the same prompts, with the same seeds.
 
 The service is a process of its own with all that it does in a run: it takes tasks from Redis, watches the checkpoint
-service, beats, makes text of tokens, and hands the groups on. Bare vLLM gets all prompts at once and makes no text. Both
-stay up and take turns, a batch each.
+service, beats, makes text of tokens, and hands the groups on. Bare vLLM gets all prompts at once and makes no text.
+Both stay up and take turns, a batch each.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def cells(options: Options) -> list[CellSpec]:
 
     def real() -> list[Row]:
         work = Work(24, 4, 32, 32, 5)
-        return measure(smollm2(options.scratch), work, options, "bfloat16")
+        return measure(smollm2(options), work, options, "bfloat16")
 
     return [CellSpec("a", "2M", tiny), CellSpec("a", "SmolLM2-135M", real)]
 
@@ -101,7 +101,7 @@ def _recipe(
     model: Path, work: Work, options: Options, dtype: str, redis_url: str
 ) -> dict[str, Any]:
     return merged(
-        recipe_tree(model, options.scratch, prompts=1),
+        recipe_tree(model, options, prompts=1),
         {
             "run.id": RUN,
             "run.directory": str(options.scratch / "generator"),

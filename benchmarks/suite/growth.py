@@ -92,7 +92,7 @@ def _emulated(
         "generator.replicas": replicas,
         "reward.max_groups": 64,
     }
-    tree = merged(recipe_tree(tiny_model(options.scratch), options.scratch, prompts=1000), changes)
+    tree = merged(recipe_tree(tiny_model(options.scratch), options, prompts=1000), changes)
     return run(
         tree, options.scratch, name=f"growth-{name}", program=EMULATED,
         environment=devices.environment(),

@@ -27,7 +27,7 @@ def cells(options: Options) -> list[CellSpec]:
         return measure(tiny_model(options.scratch), options, prompts=32, tokens=24, rounds=12)
 
     def real() -> list[Row]:
-        return measure(smollm2(options.scratch), options, prompts=4, tokens=48, rounds=4)
+        return measure(smollm2(options), options, prompts=4, tokens=48, rounds=4)
 
     return [CellSpec("b", "2M", tiny), CellSpec("b", "SmolLM2-135M", real)]
 
@@ -40,7 +40,7 @@ def measure(
     from services.learner.batching import StepBatch
     from services.learner.trainer import Trainer
 
-    tree = recipe_tree(model, options.scratch, prompts=1)
+    tree = recipe_tree(model, options, prompts=1)
     changes = {"model.dtype": dtype, "model.max_context": 256, "run.id": "learner"}
     changes |= {"learner.threads": len(options.cores)}
     recipe = Recipe.model_validate(merged(tree, changes))

@@ -11,6 +11,8 @@ class Options:
     scratch: Path
     cores: list[int]
     quick: bool = False
+    gpu_share: float | None = None
+    """Part of the GPU's memory that vLLM takes; None: everything is on the CPU."""
 
     def rounds(self, usual: int) -> int:
         """Number of rounds of a measurement."""

@@ -111,7 +111,7 @@ def _steps(balance: Balance, lag: int, options: Options) -> list[float]:
         }
         changes["reward"] = {"functions": [function]}
     model = tiny_model(options.scratch)
-    tree = merged(recipe_tree(model, options.scratch, prompts=1000), changes)
+    tree = merged(recipe_tree(model, options, prompts=1000), changes)
     result = run(
         tree,
         options.scratch,

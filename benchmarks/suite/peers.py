@@ -29,7 +29,7 @@ def cells(options: Options) -> list[CellSpec]:
         return measure(tiny_model(options.scratch), options, prompts=32, steps=40, target=2.5)
 
     def real() -> list[Row]:
-        return measure(smollm2(options.scratch), options, prompts=8, steps=8, target=1.3)
+        return measure(smollm2(options), options, prompts=8, steps=8, target=1.3)
 
     return [CellSpec("h", "2M", tiny), CellSpec("h", "SmolLM2-135M", real)]
 
@@ -61,7 +61,7 @@ def _offbeat(
     model: Path, options: Options, prompts: int, steps: int, *, max_lag: int
 ) -> list[float]:
     tree = merged(
-        recipe_tree(model, options.scratch, prompts=1000),
+        recipe_tree(model, options, prompts=1000),
         {
             "schedule": {"steps": steps, "prompts_per_step": prompts, "max_lag": max_lag},
             "sampling": {"k": K, "max_tokens": TOKENS},
@@ -80,6 +80,7 @@ def _trl(model: Path, options: Options, prompts: int, steps: int) -> list[float]
         "batch": prompts,
         "steps": steps,
         "folder": str(options.scratch / "trl"),
+        "cpu": options.gpu_share is None,
     }
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(options.cores))}
     done = subprocess.run(
@@ -128,7 +129,7 @@ def train_with_trl(told: dict[str, Any]) -> list[float]:
             lr_scheduler_type="constant",
             max_grad_norm=1.0,
             gradient_checkpointing=False,
-            use_cpu=True,
+            use_cpu=told["cpu"],
             bf16=False,
             save_strategy="no",
             logging_steps=1000,

@@ -40,7 +40,7 @@ def recipe(options: Options, steps: int) -> dict[str, Any]:
         "sampling": {"k": K, "max_tokens": TOKENS},
     }
     model = tiny_model(options.scratch)
-    return merged(recipe_tree(model, options.scratch, prompts=1000), changes)
+    return merged(recipe_tree(model, options, prompts=1000), changes)
 
 
 def measure_start(options: Options) -> list[Row]:
