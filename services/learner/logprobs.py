@@ -25,35 +25,43 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_N_V: Tensor, targets_N: Tensor, temperature: float
+        ctx: Any, logits_N_V: Tensor, targets_N: Tensor, temperature: float, entropies: bool
     ) -> tuple[Tensor, Tensor]:
         count, vocabulary = logits_N_V.shape
         logprobs_N = torch.empty(count, dtype=torch.float32, device=logits_N_V.device)
-        entropies_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        entropies_N, normaliser_N = torch.zeros_like(logprobs_N), torch.empty_like(logprobs_N)
         for rows in _chunks(count, vocabulary):
-            scaled = logits_N_V[rows].float() / temperature
+            scaled = _scaled(logits_N_V[rows], temperature)
             normaliser = torch.logsumexp(scaled, dim=-1)
             picked = scaled.gather(-1, targets_N[rows, None])[:, 0]
             logprobs_N[rows] = picked - normaliser
-            probabilities = torch.exp(scaled - normaliser[:, None])
-            entropies_N[rows] = normaliser - (probabilities * scaled).sum(dim=-1)
             normaliser_N[rows] = normaliser
+            if entropies:
+                # In place from here on: at this size memory is what takes the time.
+                weighted = (scaled - normaliser[:, None]).exp_().mul_(scaled)
+                entropies_N[rows] = normaliser - weighted.sum(dim=-1)
         ctx.save_for_backward(logits_N_V, targets_N, normaliser_N)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits_N_V, targets_N, normaliser_N = ctx.saved_tensors
         scale_N = gradients[0] / ctx.temperature
         result = torch.empty_like(logits_N_V)
         for rows in _chunks(*logits_N_V.shape):
-            scaled = logits_N_V[rows].float() / ctx.temperature
-            gradient = torch.exp(scaled - normaliser_N[rows, None]) * -scale_N[rows, None]
+            scaled = _scaled(logits_N_V[rows], ctx.temperature)
+            gradient = (scaled - normaliser_N[rows, None]).exp_().mul_(-scale_N[rows, None])
             gradient.scatter_add_(-1, targets_N[rows, None], scale_N[rows, None])
             result[rows] = gradient
-        return result, None, None
+        return result, None, None, None
+
+
+def _scaled(logits_N_V: Tensor, temperature: float) -> Tensor:
+    """In float32; the logits themselves where nothing has to be done to them."""
+    scaled = logits_N_V.float()
+    return scaled if temperature == 1 else scaled / temperature
 
 
 def _chunks(count: int, vocabulary: int) -> list[slice]:
@@ -62,10 +70,13 @@ def _chunks(count: int, vocabulary: int) -> list[slice]:
 
 
 def token_logprobs(
-    logits_N_V: Tensor, targets_N: Tensor, temperature: float
+    logits_N_V: Tensor, targets_N: Tensor, temperature: float, *, entropies: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at the targets, and the entropies, both (N,) float32."""
-    logprobs_N, entropies_N = _TokenLogprobs.apply(logits_N_V, targets_N, temperature)
+    """log softmax(logits / temperature) at the targets, and the entropies, both (N,) float32.
+
+    Without `entropies`, which take about as long as the log-probs, there are zeros in their place.
+    """
+    logprobs_N, entropies_N = _TokenLogprobs.apply(logits_N_V, targets_N, temperature, entropies)
     return logprobs_N, entropies_N
 
 
@@ -95,6 +106,7 @@ class TokenScorer(nn.Module):
     ) -> tuple[Tensor, ...]:
         """(log-probs, entropies), both (B, T) float32, 0 at padding; with a value head values as well.
 
+        Entropies are computed for passes with gradient only, which are those that anybody asks; else they are 0.
         `prompt_B`, `completion_B`: lengths, int64; `first`: the shortest prompt's length.
         """
         # The logits at position i are about token i + 1.
@@ -105,7 +117,10 @@ class TokenScorer(nn.Module):
         else:
             logits_B_L_V = self.model(input_ids=tokens_B_S, use_cache=False).logits[:, positions_L]
         logprobs_N, entropies_N = token_logprobs(
-            logits_B_L_V.flatten(0, 1), tokens_B_S[:, first:].reshape(-1), temperature
+            logits_B_L_V.flatten(0, 1),
+            tokens_B_S[:, first:].reshape(-1),
+            temperature,
+            entropies=torch.is_grad_enabled(),
         )
         shape = (len(tokens_B_S), len(positions_L))
         outputs = [logprobs_N.view(shape), entropies_N.view(shape)]

@@ -10,17 +10,20 @@ from services.learner import logprobs
 from services.learner.logprobs import TokenScorer, token_logprobs
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("chunk", [1, 20, 10**6])
-def test_chunks_equal_log_softmax(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_equal_log_softmax(
+    chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
     torch.manual_seed(0)
     logits = (3 * torch.randn(13, 7)).requires_grad_()
     targets = torch.randint(0, 7, (13,))
     weights = torch.randn(13)
-    found, entropies = token_logprobs(logits, targets, 0.7)
+    found, entropies = token_logprobs(logits, targets, temperature)
     (found * weights).sum().backward()
     gradient, logits.grad = logits.grad, None
-    expected = torch.log_softmax(logits / 0.7, dim=-1)
+    expected = torch.log_softmax(logits / temperature, dim=-1)
     picked = expected.gather(-1, targets[:, None])[:, 0]
     (picked * weights).sum().backward()
     torch.testing.assert_close(found, picked)
@@ -55,3 +58,21 @@ def test_each_token_is_scored_by_the_logits_before_it() -> None:
     expected = torch.zeros(3, 5)
     expected[2, 0] = -50.0
     torch.testing.assert_close(found, expected)
+
+
+class EqualLogits(nn.Module):
+    """A model that knows nothing: all of 8 tokens are equally likely."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(logits=torch.ones(*input_ids.shape, 8))
+
+
+def test_entropies_are_computed_where_there_is_a_gradient_only() -> None:
+    tokens, one = torch.tensor([[0, 1, 2, 3]]), torch.tensor([1])
+    scorer = TokenScorer(EqualLogits())
+    with torch.no_grad():
+        found, entropies = scorer(tokens, one, 3 * one, 1, 1.0)
+    assert entropies.tolist() == [[0.0, 0.0, 0.0]]
+    with_gradient, entropies = scorer(tokens, one, 3 * one, 1, 1.0)
+    torch.testing.assert_close(entropies, torch.full((1, 3), 8.0).log())
+    torch.testing.assert_close(found, with_gradient)
