@@ -194,7 +194,8 @@ class Cohorts:
 
     def complete(self) -> bool:
         """Whether the next step's cohort has all its outcomes."""
-        places = [self._places.get(ordinal) for ordinal in self.ordinals(self._next_train)]
+        # Asked at each arrival: it ends at the first place that is empty.
+        places = map(self._places.get, self.ordinals(self._next_train))
         return all(place is not None and place.settled for place in places)
 
     def pop(self) -> list[tuple[int, Place]]:

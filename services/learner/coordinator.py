@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 OUTAGE_SECONDS = 600.0
 """Longest outage of Redis that the learner sits out."""
+MEMBERS_SECONDS = 1.0
+"""How often the workers are looked at: about ten commands, which arrivals must not wait for each time."""
 FINISH_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 
@@ -247,6 +249,7 @@ class Coordinator:
 
     async def _collect_for_ever(self) -> None:
         broken_since: float | None = None
+        looked_at = 0.0
         while True:
             try:
                 found = await self._streams.collect(limit=64, wait_seconds=1.0)
@@ -256,8 +259,10 @@ class Coordinator:
                 await self._handle(found)
                 if self._patience.should_search(time.monotonic()):
                     await self._reissue_absent("no result for a while")
-                self.members = await self._streams.members()
-                await self._give_up_late()
+                if time.monotonic() - looked_at >= MEMBERS_SECONDS:
+                    self.members = await self._streams.members()
+                    looked_at = time.monotonic()
+                    await self._give_up_late()
             except ServiceUnavailable as error:
                 broken_since = broken_since or time.monotonic()
                 if time.monotonic() - broken_since > OUTAGE_SECONDS:
