@@ -44,6 +44,8 @@ class SleepingEngine(Engine):
         left = max_tokens * self._devices.decode_seconds
         while left > 0:
             await asyncio.sleep(left)
+            while self._version is None:
+                await asyncio.sleep(0.001)
             # While weights were loaded nothing was decoded.
             left, paused = self._paused_seconds - paused, self._paused_seconds
         tokens = [FIRST_TOKEN + (request.seed + place) % TOKENS for place in range(max_tokens)]
