@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -58,7 +59,14 @@ def measure_apart(spec: CellSpec, options: argparse.Namespace) -> bool:
     command += ["--quick"] if options.quick else []
     command += ["--gpu-share", str(options.gpu_share)] if options.gpu_share else []
     print(f"{time.strftime('%H:%M:%S')} {spec.key}", flush=True)
-    return subprocess.run(command, check=False).returncode == 0
+    child = subprocess.Popen(command)
+    try:
+        return child.wait() == 0
+    finally:
+        # Told to stop: so is the cell, which then stops the run or the servers that it has started.
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
 
 
 def main() -> int:
@@ -81,6 +89,7 @@ def main() -> int:
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.sched_setaffinity(0, arguments.cores)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = Options(
         scratch=arguments.results.resolve() / "scratch",
         cores=arguments.cores,

@@ -29,6 +29,7 @@ from benchmarks.suite.fixtures import (
     tiny_model,
     train_tasks,
 )
+from benchmarks.suite.measure import CpuMeter, ratios
 from benchmarks.suite.options import Options
 from offbeat.config import Recipe
 from offbeat.streams.base import Stream
@@ -74,19 +75,23 @@ async def _measure(model: Path, work: Work, options: Options, dtype: str) -> lis
         tree = _recipe(model, work, options, dtype, redis.url)
         recipe_file.write_text(yaml.safe_dump(tree), encoding="utf-8")
         recipe = Recipe.model_validate(tree)
-        with BareEngine(recipe_file) as bare, _services(recipe_file, folder):
+        with BareEngine(recipe_file) as bare, _services(recipe_file, folder) as pid:
             async with _service(recipe, work) as service:
                 rates: dict[str, list[float]] = {"service": [], "bare": []}
+                cpu: dict[str, list[float]] = {"service": [], "bare": []}
+                meters = {"service": CpuMeter(pid), "bare": CpuMeter(bare.pid)}
                 for number in range(options.rounds(work.rounds) + 1):
                     prompts = _prompts(work, number, _vocabulary(model))
                     order = ("service", "bare") if number % 2 else ("bare", "service")
                     for name in order:
+                        before = meters[name].read()
                         if name == "bare":
                             rate = bare.tokens_per_second(prompts, work, number)
                         else:
                             rate = await service.tokens_per_second(prompts, work, number)
                         if number:
                             rates[name].append(rate)
+                            cpu[name].append(meters[name].read() - before)
     pairs = list(zip(rates["service"], rates["bare"], strict=True))
     return [
         Row("generator ÷ bare AsyncLLM", [s / b for s, b in pairs], "x", (AT_LEAST, 0.97)),
@@ -94,6 +99,7 @@ async def _measure(model: Path, work: Work, options: Options, dtype: str) -> lis
             "generator", rates["service"], "tokens/s", note=f"{work.groups} × {work.k} completions"
         ),
         Row("bare AsyncLLM", rates["bare"], "tokens/s"),
+        Row("CPU seconds, bare ÷ generator", ratios(cpu["bare"], cpu["service"]), "x"),
     ]
 
 
@@ -126,8 +132,8 @@ def _prompts(work: Work, number: int, vocabulary: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def _services(recipe_file: Path, folder: Path) -> Iterator[None]:
-    """The checkpoint service and a generator."""
+def _services(recipe_file: Path, folder: Path) -> Iterator[int]:
+    """The checkpoint service and a generator, whose process id it gives."""
     (folder / RUN).mkdir(exist_ok=True)
     with (folder / "services.log").open("wb") as log:
         children = [
@@ -139,7 +145,7 @@ def _services(recipe_file: Path, folder: Path) -> Iterator[None]:
             for name in ("checkpoint", "generator")
         ]
         try:
-            yield
+            yield children[-1].pid
         finally:
             for child in reversed(children):
                 child.terminate()
@@ -235,6 +241,7 @@ class BareEngine:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
         self._answer()
+        self.pid = self._child.pid
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -26,7 +26,7 @@ def cells(options: Options) -> list[CellSpec]:
     """Both models."""
 
     def tiny() -> list[Row]:
-        return measure(tiny_model(options.scratch), options, prompts=32, steps=40, target=2.5)
+        return measure(tiny_model(options.scratch), options, prompts=32, steps=24, target=2.5)
 
     def real() -> list[Row]:
         return measure(smollm2(options), options, prompts=8, steps=8, target=1.3)
@@ -39,8 +39,8 @@ def measure(model: Path, options: Options, *, prompts: int, steps: int, target: 
     steps = 8 if options.quick else steps
     found: dict[str, list[float]] = {"trl": [], "offbeat": [], "synchronous": []}
     spread: list[float] = []
-    for _ in range(options.rounds(3)):
-        found["trl"].append(statistics.median(_trl(model, options, prompts, max(6, steps // 3))))
+    for _ in range(options.rounds(2)):
+        found["trl"].append(statistics.median(_trl(model, options, prompts, 6)))
         ours = _offbeat(model, options, prompts, steps, max_lag=1)
         found["offbeat"].append(statistics.mean(ours))
         spread += ours
