@@ -64,7 +64,7 @@ def pythia(folder: Path, *, seed: int, reward: bool = False) -> Any:
     torch.manual_seed(seed)
     config = GPTNeoXConfig(
         vocab_size=264,
-        hidden_size=32,
+        hidden_size=64,  # heads of 32: the smallest that vLLM has on a CPU
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,

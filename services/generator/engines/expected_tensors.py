@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from offbeat.errors import ModelError, WeightsError
 from offbeat.weights.staged import StagedWeights
@@ -31,7 +32,9 @@ class ExpectedTensors:
                 model = AutoModelForCausalLM.from_config(config)
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path {path}: {error}") from error
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        # The names of the model's files, which are those of a version; transformers renames some when it loads.
+        tensors = revert_weight_conversion(model, model.state_dict())
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         tied = set(getattr(model, "_tied_weights_keys", None) or ()) if _ties(config) else set()
         return cls(shapes, frozenset(tied))
 

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
 
 from offbeat.config.recipe import ModelSettings
 from offbeat.config.workers import TransformersEngine
@@ -51,6 +58,7 @@ class TransformersLoopEngine(Engine):
         self._steps = 0
         self._loop_task: asyncio.Task[None] | None = None
         self._model: Any = None
+        self._own: dict[str, torch.Tensor] = {}
         self._batch: Any = None
         self._expected: Any = None
 
@@ -165,6 +173,7 @@ class TransformersLoopEngine(Engine):
             raise ModelError(f"model.path {path}: {error}") from error
         self._expected = ExpectedTensors.of_folder(path)
         self._model = model.to(accelerator or "cpu").eval()
+        self._own = _in_place(self._model)
         eos = {model_folder.check_eos(tokenizer.eos_token_id, path), *_extra_eos(path)}
 
         def decode(token_ids: list[int]) -> str:
@@ -177,9 +186,8 @@ class TransformersLoopEngine(Engine):
     @torch.inference_mode()
     def _load(self, weights: StagedWeights) -> None:
         """Copies the tensors into the model, in place. Tied parameters share their memory."""
-        own = self._model.state_dict()
         for name, tensor in staged_tensors(weights):
-            own[name].copy_(tensor)
+            self._own[name].copy_(tensor)
 
     @torch.inference_mode()
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -192,6 +200,23 @@ class TransformersLoopEngine(Engine):
         scores = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1).tolist()
         self._steps += 1
         return [row[len(row) - len(seq) + 1 :] for row, seq in zip(scores, sequences, strict=True)]
+
+
+def _in_place(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names of its files, as views of its memory.
+
+    Raises `ModelError` when transformers computes one of them, since a version can't be copied into it then.
+    """
+    own = model.state_dict()
+    memory = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+    found = revert_weight_conversion(model, own)
+    copied = [n for n, t in found.items() if t.untyped_storage().data_ptr() not in memory]
+    if copied:
+        raise ModelError(
+            f"generator.engine transformers can't load versions of {type(model).__name__}: it has no memory of its own "
+            f"for {len(copied)} tensors of the model's files, such as {copied[0]}; use the engine vllm"
+        )
+    return found
 
 
 def _extra_eos(path: str) -> list[int]:
