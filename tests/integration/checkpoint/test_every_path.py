@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from offbeat.v1 import checkpoint_pb2 as checkpoint
-from offbeat.weights.client import CheckpointClient, PublishBase
-from offbeat.weights.manifest import describe
+from offbeat.weights.client import CheckpointClient, PublishBase, Shard
+from offbeat.weights.manifest import describe, describe_part
 from tests.harness.checkpoints import RUN, Running, Tensor, client_of, content, serving, until
 
 ITEM = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
@@ -39,6 +39,8 @@ class Case:
     kind: int
     far: int
     """How many versions the receivers are behind when they fetch again."""
+    ranks: int = 1
+    """How many publishers send a version, each a part of it."""
 
     def versions(self) -> list[list[Tensor]]:
         rng = np.random.default_rng(self.seed)
@@ -71,6 +73,7 @@ CASES = st.builds(
     shares=st.lists(SPARSITY, min_size=1, max_size=3),
     kind=st.sampled_from(KINDS),
     far=st.integers(1, 3),
+    ranks=st.integers(1, 3),
 )
 
 
@@ -78,24 +81,44 @@ CASES = st.builds(
 class Paths:
     """A service, a relay of it, and a receiver for each way in which weights can travel."""
 
-    learner: CheckpointClient
+    learners: list[CheckpointClient]
     receivers: dict[str, CheckpointClient]
     relay: Running
     folder: Path
     step: int = 0
-    base: PublishBase | None = None
+    bases: dict[tuple[int, int], PublishBase] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
-    async def publish(self, weights: list[Tensor], kind: int) -> checkpoint.Manifest:
-        manifest = describe(weights)
-        manifest.term, manifest.step, manifest.kind = 1, self.step, kind  # type: ignore[assignment]
-        manifest.adapter_config = '{"r": 4}' if kind == checkpoint.WEIGHTS_KIND_ADAPTER else ""
+    async def publish(self, weights: list[Tensor], kind: int, ranks: int) -> checkpoint.Manifest:
+        sent = [self._publish_part(weights, kind, Shard(rank, ranks)) for rank in range(ranks)]
+        manifests = await asyncio.gather(*sent)
+        assert all(manifest == manifests[0] for manifest in manifests)
+        alone = describe(weights)
+        # Tensors without elements may stand in another order where they share an offset.
+        assert {t.name: t for t in manifests[0].tensors} == {t.name: t for t in alone.tensors}
+        assert manifests[0].weights_digest == alone.weights_digest
         self.step += 1
-        buffers = [buffer for *_, buffer in weights]
-        reply = await self.learner.publish(manifest, buffers, base=self.base, deadline_seconds=60)
-        self.base = PublishBase(reply.manifest, buffers)
         latest = self.relay.servicer.counters
-        await until(lambda: latest.latest_version == reply.manifest.version)
+        await until(lambda: latest.latest_version == manifests[0].version)
+        return manifests[0]
+
+    async def _publish_part(
+        self, weights: list[Tensor], kind: int, shard: Shard
+    ) -> checkpoint.Manifest:
+        specs = describe(weights).tensors
+        mine = range(shard.index, len(weights), shard.count)
+        tensors = [weights[place] for place in mine]
+        total = len(content(weights))
+        manifest = describe_part(tensors, [specs[place].offset for place in mine], total)
+        manifest.term, manifest.step, manifest.kind = 1, self.step, kind  # type: ignore[assignment]
+        manifest.publish_id = f"step-{self.step}"
+        manifest.adapter_config = '{"r": 4}' if kind == checkpoint.WEIGHTS_KIND_ADAPTER else ""
+        key = (shard.index, shard.count)
+        buffers = [buffer for *_, buffer in tensors]
+        reply = await self.learners[shard.index].publish(
+            manifest, buffers, base=self.bases.get(key), shard=shard, deadline_seconds=60
+        )
+        self.bases[key] = PublishBase(reply.manifest, buffers, manifest.tensors)
         return reply.manifest
 
     async def check(self, weights: list[Tensor], manifest: checkpoint.Manifest) -> None:
@@ -122,7 +145,9 @@ async def paths(tmp_path: Path) -> AsyncIterator[Paths]:
         serving(
             tmp_path / "relay", keep=5, upstream=CheckpointClient(service.address, RUN, "relay")
         ) as relay,
-        client_of(service.address, "learner") as learner,
+        client_of(service.address, "rank-0") as first,
+        client_of(service.address, "rank-1") as second,
+        client_of(service.address, "rank-2") as third,
         client_of(service.address, "full") as full,
         client_of(service.address, "delta", deltas=True) as delta,
         client_of(service.address, "mapped", same_host=True) as mapped,
@@ -138,7 +163,7 @@ async def paths(tmp_path: Path) -> AsyncIterator[Paths]:
             "relayed-full": relayed_full,
             "relay-mapped": relay_mapped,
         }
-        yield Paths(learner, receivers, relay, tmp_path / "stage")
+        yield Paths([first, second, third], receivers, relay, tmp_path / "stage")
 
 
 @settings(
@@ -154,7 +179,7 @@ async def paths(tmp_path: Path) -> AsyncIterator[Paths]:
 async def test_weights_are_the_same_bit_for_bit_on_every_path(paths: Paths, case: Case) -> None:
     manifest = None
     for number, weights in enumerate(case.versions()):
-        manifest = await paths.publish(weights, case.kind)
+        manifest = await paths.publish(weights, case.kind, case.ranks)
         if number == 0 or number % case.far == 0 or number == len(case.shares):
             await paths.check(weights, manifest)
     assert {"full: full", "mapped: mapped", "relay-mapped: mapped"} <= paths.used
