@@ -3,7 +3,10 @@
 Used by `offbeat.local.run`, and by ``--dry-run`` and `offbeat serve`, which show and start the same commands.
 """
 
+import getpass
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +116,18 @@ def threads_environment(recipe: Recipe, service: str, cores: int | None = None) 
     """Environment that holds a process of the service to its share of `cores` (None: those of this machine)."""
     threads = share_threads(recipe, cores_available() if cores is None else cores)[service]
     return {"OMP_NUM_THREADS": str(threads)}
+
+
+def scratch_environment(scratch: str) -> dict[str, str]:
+    """Environment of processes whose temporary files shall go with the folder `scratch`, however they end.
+
+    vLLM leaves its sockets behind when it is killed. What inductor compiles stays where it is for later runs.
+    """
+    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return {
+        "TMPDIR": scratch,
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
+    }
 
 
 def _environment(recipe: Recipe, service: str, cores: int) -> dict[str, str]:

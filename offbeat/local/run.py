@@ -1,6 +1,7 @@
 """Runs a recipe on this machine, from the start of its processes to their end. Used by `offbeat run`."""
 
 import asyncio
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -82,25 +83,27 @@ async def run_recipe(recipe: Recipe, folder: RunFolder, observer: Observer) -> O
         observer.progress(progress)
 
     grace = commands.grace_seconds(recipe)
-    supervisor = Supervisor(
-        folder.logs,
-        report=observer.event,
-        grace_seconds=grace,
-        policy=lambda: RestartPolicy(
-            max_quick=recipe.run.max_quick_crashes, max_delay=recipe.run.max_restart_seconds
-        ),
-    )
-    async with supervisor:
-        await _start_all(recipe, folder, supervisor)
-        observer.event("all processes are started; models are loading")
-        watching = asyncio.create_task(watch_progress(folder.addresses, on_progress))
-        try:
-            await supervisor.finished()
-            await asyncio.wait({watching}, timeout=LAST_WORD_SECONDS)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-        outcome.train_seconds = time.monotonic() - started - outcome.start_seconds
+    with tempfile.TemporaryDirectory(prefix="offbeat-", ignore_cleanup_errors=True) as scratch:
+        supervisor = Supervisor(
+            folder.logs,
+            report=observer.event,
+            grace_seconds=grace,
+            policy=lambda: RestartPolicy(
+                max_quick=recipe.run.max_quick_crashes, max_delay=recipe.run.max_restart_seconds
+            ),
+            env=commands.scratch_environment(scratch),
+        )
+        async with supervisor:
+            await _start_all(recipe, folder, supervisor)
+            observer.event("all processes are started; models are loading")
+            watching = asyncio.create_task(watch_progress(folder.addresses, on_progress))
+            try:
+                await supervisor.finished()
+                await asyncio.wait({watching}, timeout=LAST_WORD_SECONDS)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            outcome.train_seconds = time.monotonic() - started - outcome.start_seconds
     return outcome
 
 

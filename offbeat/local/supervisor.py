@@ -15,9 +15,9 @@ from offbeat.local.children import Child
 from offbeat.local.restarts import RestartPolicy
 
 EXIT_CONFIG_ERROR = 2
+"""Exit code by which a process says that a setting is wrong: starting it again would not help."""
 EXIT_STOPPED = 143
 """Of a learner that somebody else told to stop."""
-"""Exit code by which a process says that a setting is wrong: starting it again would not help."""
 
 SHOWN_LINES = 15
 
@@ -53,7 +53,8 @@ class _Kept:
 class Supervisor:
     """Keeps processes alive until `stop`. Use it as an async context manager.
 
-    `report` gets one line for each thing that a user should know. Logs are `logs`/SERVICE.INDEX.ATTEMPT.log.
+    `report` gets one line for each thing that a user should know. Logs are `logs`/SERVICE.INDEX.ATTEMPT.log. `env` is
+    added to the environment of every process.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Supervisor:
         report: Callable[[str], None] = lambda _: None,
         grace_seconds: float = 30.0,
         policy: Callable[[], RestartPolicy] = RestartPolicy,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._logs = logs
+        self._env = dict(env or {})
         self._report = report
         self._grace_seconds = grace_seconds
         self._policy = policy
@@ -128,7 +131,8 @@ class Supervisor:
         while not self._stopping.is_set():
             kept.log = next_log(self._logs, kept.spec)
             started = loop.time()
-            kept.child = await Child.start(kept.spec.command, env=kept.spec.env, log=kept.log)
+            env = self._env | dict(kept.spec.env)
+            kept.child = await Child.start(kept.spec.command, env=env, log=kept.log)
             code = await kept.child.wait()
             if self._stopping.is_set():
                 return

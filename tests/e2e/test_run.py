@@ -1,8 +1,12 @@
 """The main job on real parts: prompts, vLLM, rewards, DeepSpeed, new weights, again and again."""
 
+import contextlib
+import getpass
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +43,7 @@ def test_a_run_on_vllm_and_deepspeed(tmp_path):
         generator={"engine": VLLM},
         evaluation={"prompts": 10, "pass_threshold": 0.5},
     )
-    with start(recipe) as run:
+    with temporary_files() as folder, start(recipe, environment={"TMPDIR": folder}) as run:
         run.wait_for_step(1)
         grpcurl(run.address("learner"), "offbeat.v1.LearnerService/Pause")
         for service, name in SERVICES.items():
@@ -55,6 +59,15 @@ def test_a_run_on_vllm_and_deepspeed(tmp_path):
         assert audit.lag_counts == {0: 160}
         _check_metrics(run.metrics())
         _check_export(run.folder / "export")
+
+
+@contextlib.contextmanager
+def temporary_files() -> Iterator[str]:
+    """A folder with a short name, for sockets; it must be empty at the end but for a cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+        left = {path.name for path in Path(folder).iterdir()}
+        assert left <= {f"torchinductor_{getpass.getuser()}"}
 
 
 def _check_metrics(lines: list[dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """The supervisor with real processes: attempts and their logs, giving up, stopping in order."""
 
 import asyncio
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -102,6 +103,15 @@ async def test_a_process_ended_by_hand_comes_back_with_its_new_command(tmp_path:
         wait_until((tmp_path / "logs" / "checkpoint.0.2.log").exists, "the second attempt")
     text = (tmp_path / "logs" / "checkpoint.0.2.log").read_text()
     assert text in {"", "attempt 2 --set checkpoint.rpc.bind=127.0.0.1:7\n"}
+
+
+async def test_the_environment_of_all_and_that_of_one(tmp_path: Path) -> None:
+    text = "import os; print(os.environ['OF_ALL'], os.environ['OF_ONE'])"
+    async with Supervisor(tmp_path, env={"OF_ALL": "a", "OF_ONE": "a"}) as supervisor:
+        spec = script("learner", text)
+        supervisor.start(dataclasses.replace(spec, env={"OF_ONE": "b"}, finishes=True))
+        await supervisor.finished()
+    assert (tmp_path / "learner.0.1.log").read_text() == "a b\n"
 
 
 async def test_processes_are_stopped_in_order_and_nothing_is_left(tmp_path: Path) -> None:
