@@ -19,16 +19,18 @@ class OptimizerSettings(Settings):
     """AdamW and its schedule."""
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="linear and cosine fall to 0 at the last step."
+    )
     schedule_per: Literal["update", "step"] = Field(
         "update",
         description="When the rate changes. step: once before each step, as in the paper's code, whose last step "
         "has the rate 0 and whose mean rate falls with the number of updates per step.",
     )
     warmup_updates: int = Field(0, ge=0, description="Updates from 0 to the peak.")
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Of AdamW.")
+    eps: float = Field(1e-8, gt=0, description="Of AdamW.")
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Gradient clipping; null: none.")
 
     @model_validator(mode="after")
@@ -94,8 +96,8 @@ class LoraSettings(Settings):
 class LearnerCheckpointSettings(Settings):
     """When the learner saves itself. Entries of a cohort are settled once a checkpoint contains its step."""
 
-    every_steps: int = Field(20, ge=1)
-    every_minutes: float = Field(10.0, gt=0)
+    every_steps: int = Field(20, ge=1, description="After so many steps,")
+    every_minutes: float = Field(10.0, gt=0, description="or so many minutes, if that is sooner.")
     max_unsettled_bytes: int = Field(
         256 * 1024**2, gt=0, description="Payload that may wait for a checkpoint, in bytes."
     )
@@ -141,8 +143,12 @@ class LearnerSettings(Settings):
         min_length=1,
         description="GPUs of this machine that `offbeat run` gives to the ranks, one each; null: all are visible.",
     )
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    gradient_checkpointing: bool = False
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0, description="What DeepSpeed shards over the ranks: optimizer, gradients, weights."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Less memory for activations, more computation."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; null: shared out.")
     filter_equal_groups: bool = Field(
         False,

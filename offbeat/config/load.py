@@ -1,13 +1,13 @@
 """Reads a recipe file, applies ``--set a.b=value``, and turns every mistake into one clear error."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from offbeat.config.mistakes import describe
 from offbeat.config.recipe import Recipe
 from offbeat.errors import ConfigError
 
@@ -47,8 +47,8 @@ def parse_recipe(tree: dict[str, Any], *, source: str) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        lines = [_describe(item) for item in error.errors()]
-        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+        lines = [describe(Recipe, item) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -192,50 +192,3 @@ def built_in(named: str) -> str:
 
 def _params(section: Any) -> Any:
     return section.get("params") if isinstance(section, dict) else None
-
-
-def _describe(item: Any) -> str:
-    """One line of a pydantic error: key, what is wrong, what was found, what is allowed."""
-    key = ".".join(str(part) for part in item["loc"]) or "recipe"
-    if item["type"] == "extra_forbidden":
-        allowed = _allowed_keys(item["loc"][:-1])
-        close = difflib.get_close_matches(str(item["loc"][-1]), allowed, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        return f"{key}: unknown key; {hint}allowed here: {', '.join(allowed) or 'see the recipe reference'}"
-    found = item.get("input")
-    shown = "" if item["type"] in {"missing", "value_error"} else f", found {str(found)[:80]!r}"
-    return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}"
-
-
-def _allowed_keys(loc: Sequence[str | int]) -> list[str]:
-    """Keys of the settings model at `loc`; steps over list indices and the tags of unions."""
-    model: Any = Recipe
-    candidates: list[type[BaseModel]] = [Recipe]
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        field = model.model_fields.get(part)
-        found = _models(field.annotation) if field is not None else _by_tag(candidates, part)
-        if not found:
-            return []
-        candidates = found
-        model = found[0]
-    return sorted(model.model_fields)
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    found: list[type[BaseModel]] = []
-    for argument in getattr(annotation, "__args__", ()):
-        found += _models(argument)
-    return found
-
-
-def _by_tag(candidates: list[type[BaseModel]], tag: str) -> list[type[BaseModel]]:
-    for model in candidates:
-        for key in ("name", "kind"):
-            field = model.model_fields.get(key)
-            if field is not None and tag in getattr(field.annotation, "__args__", ()):
-                return [model]
-    return []

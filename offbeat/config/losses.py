@@ -267,9 +267,9 @@ class VESPO(GroupScaled):
 
     name: Literal["vespo"]
     k_positive: float = Field(2.0, ge=0, description="k where the advantage is not negative.")
-    lambda_positive: float = Field(3.0, gt=0)
+    lambda_positive: float = Field(3.0, gt=0, description="λ there.")
     k_negative: float = Field(3.0, ge=0, description="k where the advantage is negative.")
-    lambda_negative: float = Field(2.0, gt=0)
+    lambda_negative: float = Field(2.0, gt=0, description="λ there.")
 
 
 class CustomLoss(LossBase):
@@ -279,7 +279,7 @@ class CustomLoss(LossBase):
 
     name: Literal["custom"]
     path: str = Field(description="module:factory, or file.py:factory; called with params.")
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
     uses_ratio: bool = Field(True, description="False: it needs no behaviour log-probs.")
 
     @property
@@ -330,7 +330,9 @@ class SequenceIS(Settings):
     """pi_old / mu of whole completions, cut to low .. high or left out beyond."""
 
     name: Literal["sequence_is"]
-    mode: Literal["truncate", "mask"] = "truncate"
+    mode: Literal["truncate", "mask"] = Field(
+        "truncate", description="Beyond low and high: cut to them, or 0."
+    )
     low: float = Field(0.0, ge=0, description="Smallest weight.")
     high: float = Field(3.0, gt=0, description="Largest weight.")
 

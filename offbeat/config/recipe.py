@@ -53,10 +53,14 @@ class SamplingSettings(Settings):
     """How training completions are sampled."""
 
     k: int = Field(2, ge=1, description="Completions per prompt.")
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, le=1)
+    temperature: float = Field(1.0, gt=0, description="Of the sampling, and of all log-probs.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the likeliest tokens of this total probability."
+    )
+    top_k: int = Field(0, ge=0, description="Sample from so many likeliest tokens; 0: from all.")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Leave out tokens below this share of the likeliest one."
+    )
     max_tokens: int = Field(gt=0, description="Longest completion, in tokens.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
 
@@ -72,7 +76,9 @@ class ScheduleSettings(Settings):
     steps: int = Field(gt=0, description="Number of steps of the run.")
     prompts_per_step: int = Field(gt=0, description="P: groups that one step trains.")
     max_lag: int = Field(1, ge=0, description="Oldest weights that a step may train on, in steps.")
-    lag_mode: Literal["at_most", "exact"] = "at_most"
+    lag_mode: Literal["at_most", "exact"] = Field(
+        "at_most", description="exact: always max_lag, less only in the first steps."
+    )
     oversample: float = Field(
         1.0,
         ge=1,
@@ -96,8 +102,8 @@ class EvaluationSettings(Settings):
 
     every_steps: int | None = Field(None, gt=0, description="null: not by steps.")
     every_minutes: float | None = Field(None, gt=0, description="null: not by time.")
-    at_start: bool = True
-    at_end: bool = True
+    at_start: bool = Field(True, description="Evaluate the start policy.")
+    at_end: bool = Field(True, description="Evaluate the trained policy.")
     prompts: int = Field(1000, gt=0, description="Held-out prompts at the start and at the end.")
     prompts_during: int = Field(
         256, gt=0, description="Held-out prompts of the evaluations in between."
@@ -117,7 +123,7 @@ class EvaluationSettings(Settings):
 
 
 class PrepareSettings(Settings):
-    """How `offbeat prepare` makes the start policy. See `services.learner.prepare`."""
+    """How `offbeat prepare` makes the start policy where the folder is not there yet."""
 
     kind: Literal["sft", "gguf", "hub", "tldr"] = Field(
         "sft",
@@ -125,7 +131,9 @@ class PrepareSettings(Settings):
         "hub: the policy, and further models, from the Hugging Face hub; "
         "tldr: data, policy and proxy reward model, in the folder around the policy's.",
     )
-    params: dict[str, object] = Field(default_factory=dict)
+    params: dict[str, object] = Field(
+        default_factory=dict, description="Of that kind; the recipes in recipes/ show them."
+    )
 
     @property
     def makes_data(self) -> bool:

@@ -42,8 +42,10 @@ class SamplesSettings(Settings):
 class TelemetrySettings(Settings):
     """Logs, metrics, samples."""
 
-    log_format: Literal["human", "json"] = "human"
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_format: Literal["human", "json"] = Field("human", description="Of each process's log.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="The least that is logged."
+    )
     tensorboard: bool = Field(
         True, description="Write TensorBoard event files. metrics.jsonl is written always."
     )

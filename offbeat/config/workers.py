@@ -13,8 +13,8 @@ class VllmEngine(Settings):
 
     name: Literal["vllm"]
     max_num_seqs: int = Field(128, ge=1, description="Completions that run at once.")
-    tensor_parallel_size: int = Field(1, ge=1)
-    data_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
+    data_parallel_size: int = Field(1, ge=1, description="Copies of the model in this process.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="GPU only.")
     kv_cache_memory_mb: int | None = Field(
         None, gt=0, description="KV cache, MiB; null: from gpu_memory_utilization, 128 on a CPU."
@@ -111,7 +111,9 @@ class RewardFunction(Settings):
 
     name: str = Field(description="Name of a built-in, or the component's name when path is given.")
     path: str | None = Field(None, description="module:function, or file.py:function.")
-    weight: float = Field(1.0, allow_inf_nan=False)
+    weight: float = Field(
+        1.0, allow_inf_nan=False, description="Its factor in the sum that is the reward."
+    )
     use: Literal["both", "evaluation"] = Field(
         "both",
         description="evaluation: called for held-out tasks only, reported, and never part of the total.",

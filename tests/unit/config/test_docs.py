@@ -1,13 +1,16 @@
 """Every piece of a recipe that the documentation shows is accepted as it stands."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from offbeat.config import Recipe
 from offbeat.config.load import parse_recipe
+from offbeat.config.reference import reference, settings_models
 from services.reward.functions import load_functions
 
 ROOT = Path(__file__).parents[3]
@@ -63,3 +66,21 @@ def test_judges_that_are_shown_can_be_made(piece, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "x")
     recipe = _whole(piece)
     assert len(load_functions(recipe.reward.functions)) == len(recipe.reward.functions)
+
+
+def test_the_recipe_reference_is_up_to_date():
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    assert page == reference(), "run: python -m offbeat.config.reference > docs/recipe.md"
+
+
+def test_every_key_of_the_recipe_is_explained():
+    assert not list(_unexplained("", Recipe))
+
+
+def _unexplained(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = settings_models(field.annotation)
+        if not inner and not field.description and name not in ("name", "kind"):
+            yield f"{prefix}{name}"
+        for one in inner:
+            yield from _unexplained(f"{prefix}{name}.", one)

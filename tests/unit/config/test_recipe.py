@@ -74,13 +74,24 @@ def test_paths_of_data_and_code_are_relative_to_the_recipe(minimal):
     ("override", "message"),
     [
         ("learner.optimiser.lr=1", "learner.optimiser: unknown key; did you mean optimizer?"),
-        ("learner.loss.bta=3", "learner.loss.online_dpo.bta: unknown key; did you mean beta?"),
+        ("learner.loss.bta=3", "learner.loss.bta: unknown key; did you mean beta?"),
         ("reward.functions.0.nme=x", "reward.functions.0.nme: unknown key; did you mean name?"),
         (
             "schedule.max_lag=-1",
-            "schedule.max_lag: Input should be greater than or equal to 0, found '-1'",
+            "schedule.max_lag: expected greater than or equal to 0, found '-1'",
         ),
-        ("generator.engine.name=vlm", "'vlm'"),
+        (
+            "generator.engine.name=vlm",
+            "generator.engine.name: there is no 'vlm'; did you mean vllm? allowed here: vllm, tr",
+        ),
+        ("generator.engine=vllm", "engine: expected a section such as {name: vllm}, found 'vllm'"),
+        ("learner.loss={}", "learner.loss.name: required, but missing; allowed: online_dpo, ipo"),
+        ("data.train={kind: csv}", "data.train.path: required, but missing (The file, absolute or"),
+        (
+            "learner.lora=true",
+            "lora: expected a section with keys such as adapter, alpha, r, found",
+        ),
+        ("model.dtype=fp16", "model.dtype: expected 'float32' or 'bfloat16', found 'fp16'"),
         ("sampling.k=1", "set k >= 2"),
         ("sampling.max_tokens=64", "no room is left for a prompt"),
         ("evaluation={}", "evaluation needs data.heldout"),
@@ -92,7 +103,7 @@ def test_paths_of_data_and_code_are_relative_to_the_recipe(minimal):
         ("data.messages=talk|data.chat=true", "expected prompt or messages, found both"),
         ("data.train={kind: huggingface}", "expected either name (on the hub) or path"),
         ("data.train={kind: huggingface, path: a, revision: b}", "revision is only used with name"),
-        ("data.train={kind: csv, path: a, delimiter: ab}", "data.train.csv.delimiter"),
+        ("data.train={kind: csv, path: a, delimiter: ab}", "data.train.delimiter"),
         (f"data.train={{kind: mixture, parts: [{PART}]}}", "at least 2 items"),
         (f"data.train={{kind: mixture, parts: [{PART}, {PART}]}}", "names must differ"),
         (
@@ -110,7 +121,7 @@ def test_paths_of_data_and_code_are_relative_to_the_recipe(minimal):
         ("reward.functions=[{name: exact_match, parts: [a]}]", "(there is none)"),
         (
             f"data.train={{kind: mixture, parts: [{PART}, {PART.replace('a,', 'b, wieght: 1,')}]}}",
-            "data.train.mixture.parts.1.wieght: unknown key; did you mean weight?",
+            "data.train.parts.1.wieght: unknown key; did you mean weight?",
         ),
         ("learner.loss={name: rloo}|sampling.top_p=0.9", "allow_biased_ratio"),
         ("generator={weight_update: drain, kv_on_update: keep}", "kv_on_update is not used"),
@@ -146,13 +157,28 @@ def test_mistakes_are_named(minimal, override, message):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "not valid YAML"), ("- a", "expected a mapping"), ("{}", "model: Field required")],
+    [
+        ("a: [", "not valid YAML"),
+        ("- a", "expected a mapping"),
+        ("{}", "model: required, but missing; a section with at least path"),
+    ],
 )
 def test_files_that_are_no_recipe(tmp_path, text, message):
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_recipe(file)
+
+
+def test_several_mistakes_are_told_at_once(minimal):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(minimal, ["schedule={}", "model.dtyp=x"])
+    lines = str(caught.value).removeprefix(f"{minimal}: ").splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "model.dtyp",
+        "schedule.steps",
+        "schedule.prompts_per_step",
+    ]
 
 
 def test_a_missing_file():
