@@ -7,6 +7,7 @@
 # BENCH_ARGS   passed on to the benchmarks, such as --only a e
 # SEED         of the faults of `make reliability` and `make soak`; MINUTES is how long a soak takes
 # OFFBEAT_TAG  tag of the images; DOCKER_BUILD_ARGS is passed on to `docker build`
+# ACCELERATOR  cuda: `make images` builds for GPUs, with the tag cuda; empty: for a CPU
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -18,7 +19,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SEED ?= 1
 MINUTES ?= 30
-OFFBEAT_TAG ?= latest
+ACCELERATOR ?=
+OFFBEAT_TAG ?= $(or $(ACCELERATOR),latest)
 DOCKER_BUILD_ARGS ?=
 
 SHELL := /bin/bash
@@ -120,6 +122,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 images: ## Build an image of each service
 	set -e; for service in checkpoint generator reward learner; do \
 		docker build $(DOCKER_BUILD_ARGS) --build-arg VERSION=$(VERSION) \
+			--build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" --build-arg ACCELERATOR=$(ACCELERATOR) \
 			--build-arg TORCH_INDEX="$(TORCH_INDEX)" --build-arg PIP_FIND_LINKS="$${PIP_FIND_LINKS:-}" \
 			--file services/$$service/Dockerfile --tag offbeat/$$service:$(OFFBEAT_TAG) .; \
 	done

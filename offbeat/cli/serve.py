@@ -29,6 +29,17 @@ def serve(
             help="The run's other services are on this machine too: take a share of its cores, not all.",
         ),
     ] = False,
+    nodes: Annotated[
+        int,
+        typer.Option("--nodes", min=1, help="Learner: machines that its ranks are spread over."),
+    ] = 1,
+    node: Annotated[
+        int, typer.Option("--node", min=0, help="Learner: which of them this is; 0 has rank 0.")
+    ] = 0,
+    meet: Annotated[
+        str | None,
+        typer.Option("--meet", metavar="HOST:PORT", help="Learner: node 0, where its ranks meet."),
+    ] = None,
 ) -> None:
     """Run one service of a run until SIGTERM.
 
@@ -37,16 +48,18 @@ def serve(
     import os
 
     from offbeat.config import load_recipe
-    from offbeat.local.commands import service_command, threads_environment
+    from offbeat.local.commands import Node, service_command, threads_environment
     from offbeat.local.folder import RunFolder
 
     settings = load_recipe(recipe, overrides)
     ranks = 1
     if service is Service.LEARNER:
         ranks = settings.learner.ranks
-        # Where `status`, `audit` and `export` find the run afterwards.
-        RunFolder.take(settings).keep_over_exec()
-    command = service_command(service.value, str(recipe), overrides, ranks=ranks)
+        if node == 0:
+            # Where `status`, `audit` and `export` find the run afterwards.
+            RunFolder.take(settings).keep_over_exec()
+    place = Node(node, nodes, meet)
+    command = service_command(service.value, str(recipe), overrides, ranks=ranks, node=place)
     shared = threads_environment(settings, service.value) if share_cores else {}
     # The service takes this process's place: signals and exit codes are its own.
     os.execve(command[0], command, {**os.environ, **shared})

@@ -58,6 +58,10 @@ class RedisSettings(Settings):
     url: str | None = Field(
         None, description="redis://HOST:PORT/DB; null: `offbeat run` starts an embedded server."
     )
+    password_file: str | None = Field(
+        None,
+        description="File with the server's password, such as a mounted secret; null: the one in url, or none.",
+    )
     min_idle_seconds: float = Field(
         30.0,
         gt=0,

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,47 @@ LEARNER_STOPS, WORKERS_STOP, CHECKPOINT_STOPS, REDIS_STOPS = range(4)
 """Order of stopping: each may still need those after it while it drains."""
 
 
+@dataclass(frozen=True)
+class Node:
+    """One of several machines that the learner's ranks are spread over."""
+
+    index: int = 0
+    """0: the one with rank 0."""
+    count: int = 1
+    meet: str | None = None
+    """HOST:PORT of node 0, where the ranks meet."""
+
+    def ranks_here(self, ranks: int) -> int:
+        """Ranks of each node. Raises `ConfigError` when they can't be spread evenly, or nobody says where to meet."""
+        if not 0 <= self.index < self.count:
+            raise ConfigError(f"--node: expected 0 to {self.count - 1}, found {self.index}")
+        if ranks % self.count:
+            raise ConfigError(
+                f"learner.ranks: expected a multiple of the {self.count} nodes, found {ranks}; change one of them"
+            )
+        if self.count > 1 and self.meet is None:
+            raise ConfigError(
+                f"--meet: expected HOST:PORT of node 0, since there are {self.count} nodes"
+            )
+        return ranks // self.count
+
+
 def service_command(
-    service: str, recipe_file: str, overrides: Sequence[str] = (), *, ranks: int = 1
+    service: str,
+    recipe_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int = 1,
+    node: Node | None = None,
 ) -> tuple[str, ...]:
-    """The command line of a service; a learner of several ranks goes through its launcher."""
+    """The command line of a service; a learner of several ranks goes through its launcher. Raises `ConfigError`."""
+    node = node or Node()
     module = ["-m", f"services.{service}"]
     if ranks > 1:
-        module = ["-m", f"services.{service}.launch", "--ranks", str(ranks)]
+        here = node.ranks_here(ranks)
+        module = ["-m", f"services.{service}.launch", "--ranks", str(here)]
+    if node.count > 1:
+        module += ["--nodes", str(node.count), "--node", str(node.index), "--meet", str(node.meet)]
     sets = [part for override in overrides for part in ("--set", override)]
     return (sys.executable, *module, "--recipe", recipe_file, *sets)
 

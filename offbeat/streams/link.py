@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,8 +49,14 @@ class Unreachable(OffbeatError):
     """Redis did not answer; whether it did what it was asked is unknown."""
 
 
-def connect(url: str, *, reply_seconds: float = REPLY_SECONDS) -> Redis:
-    """A client that never sends a command twice by itself. It connects when it is first used."""
+def connect(
+    url: str, *, reply_seconds: float = REPLY_SECONDS, password_file: str | None = None
+) -> Redis:
+    """A client that never sends a command twice by itself. It connects when it is first used.
+
+    Raises `StreamError` when the URL is none, or the password's file can't be read.
+    """
+    login = {} if password_file is None else {"password": _password(password_file)}
     try:
         # A pool that hands out no more connections than it has makes callers queue; the default one raises.
         pool = BlockingConnectionPool.from_url(
@@ -61,11 +68,22 @@ def connect(url: str, *, reply_seconds: float = REPLY_SECONDS) -> Redis:
             socket_timeout=reply_seconds,
             socket_keepalive=True,
             protocol=2,
+            **login,
         )
         return Redis.from_pool(pool)
     except ValueError as error:
         raise StreamError(
             f"redis.url: expected redis://HOST:PORT/DB, found {address(url)}: {error}"
+        ) from error
+
+
+def _password(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise StreamError(
+            f"redis.password_file: expected a file with Redis's password, found {path}: {error.strerror}; "
+            "mount the secret there, or correct the path"
         ) from error
 
 
@@ -107,11 +125,15 @@ async def wait_for_redis(url: str, deadline_seconds: float) -> None:
 class Link:
     """Runs scripts and commands on one Redis. Safe for concurrent coroutines of one event loop."""
 
-    def __init__(self, url: str, *, outage_seconds: float) -> None:
+    def __init__(
+        self, url: str, *, outage_seconds: float, password_file: str | None = None
+    ) -> None:
         self.address = address(url)
-        self.client = connect(url)
+        self.client = connect(url, password_file=password_file)
         # A blocked read occupies its connection and may take longer than any reply, so it has a client of its own.
-        self._blocking = connect(url, reply_seconds=BLOCK_SECONDS + REPLY_SECONDS)
+        self._blocking = connect(
+            url, reply_seconds=BLOCK_SECONDS + REPLY_SECONDS, password_file=password_file
+        )
         self._scripts: dict[str, Any] = {}
         self._outage_limit = outage_seconds
         self._failing_since: float | None = None
@@ -190,7 +212,8 @@ class Link:
             reply = await call()
         except (exceptions.AuthenticationError, exceptions.AuthorizationError) as error:
             raise StreamError(
-                f"Redis at {self.address} refuses this client: {error}; give user and password in redis.url"
+                f"Redis at {self.address} refuses this client: {error}; give user and password in redis.url, "
+                "or redis.password_file"
             ) from error
         except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
             raise self._failed(started, error) from error

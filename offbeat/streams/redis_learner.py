@@ -43,7 +43,9 @@ class RedisLearnerStreams(LearnerStreams):
         self._learner_id = learner_id
         self._settings = settings
         self._keys = Keys(run_id)
-        self._link = Link(url, outage_seconds=settings.outage_seconds)
+        self._link = Link(
+            url, outage_seconds=settings.outage_seconds, password_file=settings.password_file
+        )
         self._term: int | None = None
         self._collected: set[tuple[Stream, str]] = set()
         # At first, too: a process of the same learner and term may have collected something.

@@ -44,7 +44,9 @@ class RedisWorkerStreams(WorkerStreams):
         self._settings = settings
         self._keys = Keys(run_id)
         self._stream_keys = [self._keys.stream(stream) for stream in self._sources]
-        self._link = Link(url, outage_seconds=settings.outage_seconds)
+        self._link = Link(
+            url, outage_seconds=settings.outage_seconds, password_file=settings.password_file
+        )
         self.consumer = f"{member_id}.{secrets.token_hex(4)}"
         self._announcement: dict[str, object] = {"member_id": member_id, "address": "", "info": {}}
         self._holdings = Holdings(settings.max_hold_seconds)

@@ -11,10 +11,17 @@ class RedisVersionMark:
     """One run's mark. Both calls wait for a Redis that is away, for `patience_seconds`, then raise
     `ServiceUnavailable`."""
 
-    def __init__(self, url: str, run_id: str, *, patience_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        run_id: str,
+        *,
+        patience_seconds: float = 30.0,
+        password_file: str | None = None,
+    ) -> None:
         self._key = Keys(run_id).version
         self._term_key = Keys(run_id).term
-        self._link = Link(url, outage_seconds=patience_seconds)
+        self._link = Link(url, outage_seconds=patience_seconds, password_file=password_file)
 
     async def raise_version_high_water(self, version: int) -> int:
         """Raises the mark to `version` if it is lower; returns the mark."""

@@ -39,7 +39,12 @@ async def serve(recipe: Recipe) -> None:
     url = recipe.redis.url
     mark = None
     if url is not None and settings.upstream is None:
-        mark = RedisVersionMark(url, recipe.run_id, patience_seconds=REDIS_SECONDS)
+        mark = RedisVersionMark(
+            url,
+            recipe.run_id,
+            patience_seconds=REDIS_SECONDS,
+            password_file=recipe.redis.password_file,
+        )
     servicer = CheckpointServicer(
         store,
         lease_seconds=settings.lease_seconds,

@@ -380,6 +380,7 @@ class Worker:
             "version": str(self._updater.version),
             "waiting_seconds": f"{self._counters.waiting_seconds:.3f}",
             "uptime_seconds": f"{self._counters.uptime_seconds:.3f}",
+            "groups_finished": str(self._counters.groups_finished),
         }
         try:
             await self._streams.announce(self._identity.address, info)
@@ -425,6 +426,8 @@ class Worker:
                 log.warning("%s %s was claimed by a peer; it is dropped here", *key)
                 await self._cancel([group])
         self._count_groups()
+        if self._updater.version:
+            await self._announce()  # how much it did and waited, which scaling goes by
 
     async def _tell_health(self, *, alive: bool) -> None:
         held, wanted = self._updater.version, self._stager.announced

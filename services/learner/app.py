@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from blake3 import blake3
+from prometheus_client import CollectorRegistry
 
 from offbeat.checkpoints import Checkpoint, Checkpoints, Meta
 from offbeat.config import Recipe
@@ -20,6 +21,7 @@ from offbeat.rpc import RpcServer
 from offbeat.rpc.deadline import END_SECONDS, end_in_time
 from offbeat.rpc.entry import run_folder, write_address
 from offbeat.streams.redis import RedisLearnerStreams
+from offbeat.telemetry.metrics import start_metrics
 from offbeat.v1 import checkpoint_pb2 as checkpoint
 from offbeat.v1 import learner_pb2 as learner
 from offbeat.v1 import learner_pb2_grpc as learner_grpc
@@ -36,6 +38,7 @@ from services.learner.part_publisher import PartPublisher
 from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks, follow
 from services.learner.recorder import Recorder
+from services.learner.scaling import Scaling
 from services.learner.service import SERVICE_NAME, LearnerServicer
 from services.learner.stopping import on_stop_signals
 from services.learner.tasks import TaskMaker
@@ -107,7 +110,8 @@ def _run_first_rank(
         servicer = LearnerServicer(
             board, controls, run_id=recipe.run_id, learner_id=learner_id, ranks=world
         )
-        server = background.call(_serve(recipe, servicer, learner_id))
+        scaling = Scaling(board)
+        server = background.call(_serve(recipe, servicer, scaling, learner_id))
 
         def stop() -> None:
             background.start(server.health.set_ready(False))
@@ -124,6 +128,7 @@ def _run_first_rank(
                         board,
                         controls,
                         recorder,
+                        scaling,
                         checkpoints,
                         found,
                         learner_id,
@@ -148,7 +153,9 @@ def _run_first_rank(
                 background.call(server.stop(grace_seconds=2.0))
 
 
-async def _serve(recipe: Recipe, servicer: LearnerServicer, learner_id: str) -> RpcServer:
+async def _serve(
+    recipe: Recipe, servicer: LearnerServicer, scaling: Scaling, learner_id: str
+) -> RpcServer:
     server = RpcServer(
         recipe.learner.rpc,
         SERVICE_NAME,
@@ -157,8 +164,11 @@ async def _serve(recipe: Recipe, servicer: LearnerServicer, learner_id: str) -> 
         ),
     )
     await server.start()
+    registry = CollectorRegistry()
+    registry.register(scaling)
+    metrics_port = start_metrics(recipe.learner.rpc, registry)
     write_address(recipe, "learner", "0", server.address)
-    log.info("listening on %s as %s", server.address, learner_id)
+    log.info("listening on %s as %s, metrics port %s", server.address, learner_id, metrics_port)
     return server
 
 
@@ -170,6 +180,7 @@ async def _prepare(
     board: Board,
     controls: Controls,
     recorder: Recorder,
+    scaling: Scaling,
     checkpoints: Checkpoints,
     found: Checkpoint | None,
     learner_id: str,
@@ -227,6 +238,7 @@ async def _prepare(
         board=board,
         controls=controls,
         recorder=recorder,
+        scaling=scaling,
         checkpoints=checkpoints,
         meta=meta,
         identity=identity(recipe, dataset.tokenizer),

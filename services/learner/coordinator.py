@@ -68,6 +68,9 @@ class Coordinator:
         self._guard: asyncio.Task[None] | None = None
         self._hurried = False
         self.members: list[Member] = []
+        self.on_members: Callable[[list[Member]], None] = lambda members: None
+        self.evaluated_groups = 0
+        """Results of evaluations that arrived."""
         self.term = 0
         self.ledger: Ledger | None = None
 
@@ -261,6 +264,7 @@ class Coordinator:
                     await self._reissue_absent("no result for a while")
                 if time.monotonic() - looked_at >= MEMBERS_SECONDS:
                     self.members = await self._streams.members()
+                    self.on_members(self.members)
                     looked_at = time.monotonic()
                     await self._give_up_late()
             except ServiceUnavailable as error:
@@ -286,6 +290,7 @@ class Coordinator:
         """Whether the entry stays pending: True for an accepted group, False for all that can be settled at once."""
         task = delivery.record.rollout.task
         if task.kind == samples.TASK_KIND_EVALUATION:
+            self.evaluated_groups += 1
             if self._evaluator is not None:
                 self._finish_evaluation(self._evaluator.add(delivery.record))
             return False

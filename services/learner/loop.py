@@ -39,6 +39,7 @@ from services.learner.part_publisher import PartOrder
 from services.learner.progress import Board, Controls
 from services.learner.ranks import Ranks
 from services.learner.recorder import Recorder
+from services.learner.scaling import Scaling
 from services.learner.versions import Publication
 from services.learner.waiting import waiting_fraction, waiting_times
 
@@ -55,6 +56,11 @@ class Clock:
 
     started: float = field(default_factory=time.monotonic)
     waiting: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Seconds since the first step that were not spent waiting for groups."""
+        return time.monotonic() - self.started - self.waiting
 
     def waiting_fraction(self) -> float:
         """Share of the time since the first step that was spent waiting for groups."""
@@ -75,6 +81,7 @@ class Loop:
         board: Board,
         controls: Controls,
         recorder: Recorder,
+        scaling: Scaling,
         checkpoints: Checkpoints,
         meta: Meta,
         identity: checkpoint.Manifest,
@@ -94,6 +101,9 @@ class Loop:
         self._controls = controls
         controls.on_stop = lambda: background.start(coordinator.hurry())
         self._recorder = recorder
+        self._scaling = scaling
+        coordinator.on_members = scaling.observe
+        self._groups_used = 0
         self._activity = recorder.activity
         self._checkpoints = checkpoints
         self._meta = meta
@@ -224,6 +234,7 @@ class Loop:
         counts["trained"] = counts.get("trained", 0) + len(trained)
         counts["filtered"] = counts.get("filtered", 0) + len(filtered)
         counts["dead"] = counts.get("dead", 0) + len(dead)
+        self._groups_used += len(gathered)
         self._meta.step += 1
         self._meta.update += self._recipe.learner.updates_per_step
 
@@ -299,6 +310,9 @@ class Loop:
         waiting = waiting_fraction(members, "generator", self._generator_before)
         if waiting is not None:
             metrics["wait/generator"] = waiting
+        used = self._groups_used + self.coordinator.evaluated_groups
+        self._scaling.step(busy_seconds=self._clock.busy, groups=used)
+        metrics |= self._scaling.metrics()
         self._recorder.write_step(self._meta.step, version, metrics)
         self._board.update(
             step=self._meta.step,

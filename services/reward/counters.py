@@ -57,6 +57,14 @@ class Counters(Collector):
         """Seconds since the start."""
         return time.monotonic() - self._started
 
+    def announced(self) -> dict[str, str]:
+        """How much it did and waited, as the streams announce it; the learner's scaling goes by it."""
+        return {
+            "waiting_seconds": f"{self.waiting_seconds:.3f}",
+            "uptime_seconds": f"{self.uptime_seconds:.3f}",
+            "groups_finished": str(self.groups_finished),
+        }
+
     def collect(self) -> Iterator[Metric]:
         """The metrics of a Prometheus scrape."""
         yield GaugeMetricFamily(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from offbeat.config import Recipe
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError, OffbeatError, ServiceUnavailable
 from offbeat.rpc import RpcServer, terminated
 from offbeat.rpc.deadline import end_in_time, loop_turns
 from offbeat.rpc.entry import run_folder, write_address
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 CALLS_GRACE_SECONDS = 2.0
 LEAVE_SECONDS = 5.0
+ANNOUNCE_SECONDS = 5.0
 
 Result = TypeVar("Result")
 
@@ -53,9 +54,18 @@ async def serve(recipe: Recipe) -> None:
         streams = RedisWorkerStreams(url, recipe.run_id, "reward", worker_id, recipe.redis)
         activity = Activity.open(run_folder(recipe), "reward", worker_id)
 
+        functions = ",".join(scorer.names)
+
+        async def announce() -> None:
+            info = {"functions": functions, **counters.announced()}
+            await streams.announce(server.address, info)
+
         async def tell(alive: bool) -> None:
             loop_turns(2 * recipe.reward.timeout_seconds)
             await server.health.set_alive(alive)
+            with contextlib.suppress(TimeoutError, ServiceUnavailable):
+                async with asyncio.timeout(ANNOUNCE_SECONDS):
+                    await announce()
 
         worker = Worker(
             streams,
@@ -69,8 +79,7 @@ async def serve(recipe: Recipe) -> None:
         )
         draining = asyncio.create_task(_drain_on(stop, server, counters))
         try:
-            functions = ",".join(scorer.names)
-            if await _unless(stop, streams.announce(server.address, {"functions": functions})):
+            if await _unless(stop, announce()):
                 await server.health.set_ready(True)
                 log.info("ready: %s", functions)
                 await worker.run(stop)
