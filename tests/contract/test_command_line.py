@@ -8,7 +8,10 @@ from offbeat.local.commands import SERVICES
 
 COMMANDS = {
     "run": ["RECIPE", "--set", "--dry-run", "--resume", "--checkpoint", "--runs"],
-    "serve": ["SERVICE", "--recipe", "--set", "--share-cores"],
+    "serve": [
+        *("SERVICE", "--recipe", "--set", "--share-cores"),
+        *("--nodes", "--node", "--meet"),
+    ],
     "prepare": ["RECIPE", "--set"],
     "status": ["RUN", "--json", "--watch", "--runs"],
     "audit": ["RUN", "--runs", "--json"],
