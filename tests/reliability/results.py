@@ -133,7 +133,7 @@ def _soak(soak: Result) -> str:
         f"{soak['missing']}, trained twice {soak['trained_twice']}, lag above the bound {soak['lag_above_bound']}, "
         f"torn {soak['torn']} of {soak['completions']} completions, writes of an overtaken learner {soak['stale']}.",
         "",
-        f"Throughout: {rate:.2f} steps/s without faults (median of {soak['baseline_windows']} windows of "
+        f"Throughout: {rate:.2f} steps/s without faults (mean of {soak['baseline_windows']} windows of "
         f"{soak['window_seconds']:g} s), {calm:.2f} outside of recovery ({soak['calm_windows']} windows): "
         f"{100 * (calm / rate - 1):+.0f} %. {100 * soak['calm_share']:.0f} % of the time was outside of recovery.",
         "",

@@ -195,8 +195,9 @@ def _measure(
     calm = work.rates(*faulted)
     found.faults = work.struck
     found.baseline_windows, found.calm_windows = len(baseline), len(calm)
-    found.baseline_steps_per_second = statistics.median(baseline)
-    found.calm_steps_per_second = statistics.median(calm)
+    # Means: a window holds so few steps that a median would be one of a handful of values.
+    found.baseline_steps_per_second = statistics.fmean(baseline)
+    found.calm_steps_per_second = statistics.fmean(calm)
     trouble = sum(fault.seconds for fault in work.struck)
     found.calm_share = 1 - trouble / (faulted[1] - faulted[0])
     found.memory = {name: asdict(growth) for name, growth in work.memory.growth().items()}
