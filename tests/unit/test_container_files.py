@@ -16,12 +16,20 @@ from offbeat.rpc.entry import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 50051
+METRICS_PORT = 9090
 BASES = {"python:3.11-slim", "redis:7-alpine"}
-ON_GPUS = {"generator", "learner", "reward"}
-OWN_SETTINGS = {
-    "CHECKPOINT_PORT", "LEARNER_PORT", "OFFBEAT_TAG", "PIP_FIND_LINKS", "RECIPE", "RECIPE_DIR",
-    "REDIS_MAXMEMORY", "RUN_AS", "RUN_ID", "SETTINGS", "SHM_SIZE", "TORCH_INDEX",
+OTHERS = {
+    "prom/prometheus:v3.5.0", "grafana/grafana:11.6.0", "oliver006/redis_exporter:v1.62.0-alpine",
 }  # fmt: skip
+OWN_SETTINGS = {
+    "CHECKPOINT_MEMORY", "CHECKPOINT_PORT", "GENERATOR_GPU", "GENERATOR_MEMORY", "GRAFANA_PASSWORD_FILE",
+    "GRAFANA_PORT", "LEARNER_GPU", "LEARNER_MEMORY", "LEARNER_PORT", "OFFBEAT_GPU_TAG", "OFFBEAT_TAG",
+    "PIP_FIND_LINKS", "PROMETHEUS_PORT", "RECIPE", "RECIPE_DIR", "REDIS_MAXMEMORY", "REDIS_MEMORY",
+    "REDIS_PASSWORD_FILE", "REWARD_GPU", "REWARD_MEMORY", "RUN_AS", "RUN_ID", "SETTINGS", "SHM_SIZE",
+    "TORCH_INDEX",
+}  # fmt: skip
+ON_GPUS = ("generator", "reward", "learner")
+MONITORING = ("prometheus", "redis-exporter", "grafana")
 VARIABLE = re.compile(r"(?<!\$)\$\{([A-Z_]+)(?::([-?])([^}]*))?\}")
 
 
@@ -132,7 +140,8 @@ def test_only_what_images_are_made_of_goes_to_the_builder() -> None:
 
 def test_compose_starts_every_service_from_its_own_image() -> None:
     services = compose()["services"]
-    assert set(services) == {*SERVICES, "redis", "runs"}
+    plain = {name for name, service in services.items() if "profiles" not in service}
+    assert plain == {*SERVICES, "redis", "runs"}
     for name in SERVICES:
         assert services[name]["image"] == f"offbeat/{name}:latest"
         assert services[name]["build"]["dockerfile"] == f"services/{name}/Dockerfile"
@@ -172,8 +181,10 @@ def test_start_is_gated_by_health() -> None:
 
 
 def test_redis_keeps_what_it_was_given() -> None:
-    command = shlex.split(compose()["services"]["redis"]["command"])
-    options = dict(zip(command[1::2], command[2::2], strict=True))
+    script = compose()["services"]["redis"]["command"][0].replace("\\\n", " ")
+    command = shlex.split(script.partition("exec ")[2])
+    assert command[:2] == ["redis-server", "/tmp/redis.conf"]
+    options = dict(zip(command[2::2], command[3::2], strict=True))
     assert options["--appendonly"] == "yes"
     assert options["--maxmemory-policy"] == "noeviction"
     assert options["--maxmemory"] == "1gb"
@@ -196,14 +207,69 @@ def test_containers_are_closed_and_nothing_of_the_host_is_mounted_but_results() 
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service.get("privileged") is None
+        assert service["mem_limit"], name
+        assert service["pids_limit"], name
+        assert service["restart"].startswith("on-failure"), name
         mounts = [mount.split(":")[0] for mount in service.get("volumes", [])]
+        if name in MONITORING:
+            mounts = [mount for mount in mounts if not mount.startswith("./deploy/monitoring/")]
         assert set(mounts) <= {"./runs", *parsed["volumes"]}, name
-        if name != "runs":
+        if name not in {
+            "runs",
+            "prometheus",
+            "grafana",
+        }:  # these have a user of their own in their images
             assert service["user"].split(":")[0] not in {"0", "root"}
     shared = [
         name for name, s in parsed["services"].items() if "./runs:/runs" in s.get("volumes", [])
     ]
-    assert shared == ["runs", "learner"]
+    assert shared == ["runs", "learner", "learner-gpu"]
+
+
+def test_gpus_are_asked_for_in_their_profile_alone() -> None:
+    services = compose()["services"]
+    for name, service in services.items():
+        devices = (
+            service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices")
+        )
+        assert bool(devices) == (name.removesuffix("-gpu") in ON_GPUS and name.endswith("-gpu")), (
+            name
+        )
+    for name in ON_GPUS:
+        plain, gpu = services[name], services[f"{name}-gpu"]
+        assert gpu["profiles"] == ["gpu"]
+        assert gpu["build"]["args"]["ACCELERATOR"] == "cuda"
+        assert gpu["image"] == plain["image"].replace("latest", "cuda")
+        for key in ("command", "ports", "read_only", "cap_drop", "secrets", "user"):
+            assert gpu[key] == plain[key], (name, key)
+    # One name starts them all.
+    assert {"generator-gpu", "reward-gpu"} <= set(services["learner-gpu"]["depends_on"])
+
+
+def test_monitoring_is_a_profile_of_its_own() -> None:
+    services = compose()["services"]
+    for name in MONITORING:
+        assert services[name]["profiles"] == ["monitoring"]
+        assert services[name]["image"] in OTHERS
+        for mount in services[name].get("volumes", []):
+            if mount.startswith("./"):
+                assert (ROOT / mount.split(":")[0]).exists(), mount
+                assert mount.endswith(":ro")
+
+
+def test_passwords_are_files_and_there_are_none_by_default() -> None:
+    assert {entry["file"] for entry in compose()["secrets"].values()} == {"/dev/null"}
+    set_to = compose(REDIS_PASSWORD_FILE="/secret", GRAFANA_PASSWORD_FILE="/other")["secrets"]
+    assert {name: entry["file"] for name, entry in set_to.items()} == {
+        "redis-password": "/secret",
+        "grafana-password": "/other",
+    }
+    for service in SERVICES:
+        assert "redis-password" in compose()["services"][service]["secrets"]
+        assert (
+            "redis.password_file=/run/secrets/redis-password"
+            in (compose()["services"][service]["command"])
+        )
 
 
 def test_the_results_folder_is_there_after_a_clone() -> None:
@@ -240,6 +306,8 @@ def _check_command(command: list[str], service: str, *, needs_run: bool) -> Any:
     assert file.startswith("/recipes/")
     recipe = load_recipe(ROOT / file.removeprefix("/"), overrides)
     assert getattr(recipe, service).rpc.bind == f"0.0.0.0:{PORT}"
+    if needs_run:
+        assert getattr(recipe, service).rpc.metrics_port == METRICS_PORT
     if needs_run:
         assert run_folder(recipe).name == recipe.run.id
     return recipe
