@@ -31,7 +31,21 @@ WORKDIR /data
 CMD ["redis-server"]
 """
 
-BASES = {"python:3.11-slim": PYTHON, "redis:7-alpine": REDIS}
+PROMETHEUS = f"""
+FROM {DEBIAN}
+COPY authorities/ {LOCAL_AUTHORITIES}/
+RUN apt-get update && apt-get install --yes --no-install-recommends prometheus \\
+    && rm -rf /var/lib/apt/lists/* && install -d -o nobody -g nogroup /prometheus
+USER nobody
+WORKDIR /prometheus
+ENTRYPOINT ["/usr/bin/prometheus"]
+"""
+
+BASES = {
+    "python:3.11-slim": PYTHON,
+    "redis:7-alpine": REDIS,
+    "prom/prometheus:v3.5.0": PROMETHEUS,
+}
 
 
 def ensure_bases(folder: Path, env: Mapping[str, str]) -> None:
@@ -61,7 +75,7 @@ def _make_debian(folder: Path, env: Mapping[str, str]) -> None:
 
 
 def _make(tag: str, folder: Path, env: Mapping[str, str]) -> None:
-    context = folder / tag.partition(":")[0]
+    context = folder / tag.partition(":")[0].replace("/", "-")
     (context / "authorities").mkdir(parents=True)
     for certificate in LOCAL_AUTHORITIES.glob("*.crt"):
         shutil.copy(certificate, context / "authorities")

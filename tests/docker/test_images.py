@@ -7,6 +7,7 @@ import pytest
 from tests.docker.compose import SERVICES
 from tests.docker.conftest import TAG
 from tests.docker.engine import run
+from tests.docker.figures import keep
 
 COMPILERS = ("cc", "gcc", "g++", "clang", "make")
 
@@ -14,6 +15,7 @@ COMPILERS = ("cc", "gcc", "g++", "clang", "make")
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_says_what_it_is_and_runs_as_no_root(images, service):
     shown = run("docker", "image", "inspect", f"offbeat/{service}:{TAG}", env=images).stdout
+    keep("image", service, json.loads(shown)[0]["Size"] / 1e9, "GB")
     config = json.loads(shown)[0]["Config"]
     assert config["User"] == "1000:1000"
     assert config["Labels"]["org.opencontainers.image.title"].startswith("Offbeat ")
