@@ -103,7 +103,8 @@ def _shares(project) -> None:
     for service in ("generator", "reward"):
         method = f"offbeat.v1.{service.capitalize()}Service/GetStatus"
         done = [
-            int(project.grpcurl(service, method, index=index)["groupsFinished"]) for index in (1, 2)
+            int(project.grpcurl(service, method, index=index)["groups_finished"])
+            for index in (1, 2)
         ]
         for index, count in enumerate(done, 1):
             keep("share", f"{service} {index}", count / sum(done), "")
