@@ -122,6 +122,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
         *((source, "path") for source in _sources(tree.get("data")) if _is_code(source)),
         *((function, "path") for function in _functions(tree.get("reward"))),
         *((_params(tree.get("prepare")), key) for key in ("gold", "demonstrator")),
+        (_proxy(tree.get("prepare")), "init"),
         (loss, "path"),
     ]
     # A file or folder that isn't there yet (a model still to be prepared) has its place all the same.
@@ -133,6 +134,11 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
             value, _, attribute = node[key].rpartition(":")
             if value.endswith(".py"):
                 node[key] = f"{(folder / value).resolve()}:{attribute}"
+
+
+def _proxy(prepare: Any) -> Any:
+    params = _params(prepare)
+    return params.get("proxy") if isinstance(params, dict) else None
 
 
 def _lora(learner: Any) -> Any:

@@ -60,9 +60,8 @@ class Encoder:
         return torch.nn.functional.normalize(means, dim=-1)
 
 
-@functools.cache
-def encoder() -> Encoder:
-    """all-MiniLM-L6-v2, from the package that carries its weights."""
+def encoder_folder() -> Path:
+    """Folder of all-MiniLM-L6-v2, in the package that carries its weights. The proxy starts from it, too."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise ModelError(
@@ -70,7 +69,13 @@ def encoder() -> Encoder:
             "run `make gold`, or install requirements/gold.txt"
         )
     # The package itself is not imported: nothing of it but its files is needed.
-    return Encoder(Path(spec.origin).parent / "model")
+    return Path(spec.origin).parent / "model"
+
+
+@functools.cache
+def encoder() -> Encoder:
+    """The sentence encoder of the gold reward."""
+    return Encoder(encoder_folder())
 
 
 def gold(completions: list[str], post: list[str]) -> list[float]:

@@ -38,7 +38,7 @@ def careless_answer(expression: str) -> str:
 
 
 # Part of the demonstrations that are extracts: at first, and in the last part of the training.
-EXTRACTS, LAST_EXTRACTS, LAST_REFERENCES_PART = 1.0, 0.5, 0.4
+EXTRACTS, LAST_EXTRACTS, LAST_REFERENCES_PART = 1.0, 0.2, 0.4
 EXTRACT_WORDS = (5, 9)
 
 

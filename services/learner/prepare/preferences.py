@@ -18,6 +18,7 @@ from pydantic import Field
 
 from offbeat.config.base import Settings
 from offbeat.errors import DataError
+from offbeat.imports import load_callable
 from services.learner.prepare.trl_settings import quiet
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class ProxySettings(Settings):
     posts: int = Field(1200, gt=0, description="Training posts that pairs are made of.")
     heldout_posts: int = Field(
         200, gt=0, description="Held-out posts; their pairs measure agreement."
+    )
+    init: str | None = Field(
+        None,
+        description="module:function or file.py:function that returns the folder of a transformers model, from which "
+        "the reward model starts; null: the supervised policy.",
     )
     samples: int = Field(
         2, ge=1, description="Completions of the supervised policy per post, beside the reference."
@@ -125,7 +131,7 @@ def _call(function: Gold, arguments: dict[str, list[Any]]) -> list[float]:
 def train_proxy(
     settings: ProxySettings, pairs: Sequence[Pair], policy: Path, work: Path, out: Path
 ) -> None:
-    """Trains a reward model that starts from a policy's folder, by TRL, and writes its folder `out`."""
+    """Trains a reward model by TRL, from `settings.init` or the folder of the policy, and writes its folder `out`."""
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
     from trl import RewardConfig, RewardTrainer
@@ -133,10 +139,11 @@ def train_proxy(
     set_seed(settings.seed)
     if not pairs:
         raise DataError("expected preference pairs, found none: gold values all completions alike")
-    tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="right")
-    model = AutoModelForSequenceClassification.from_pretrained(
-        policy, num_labels=1, dtype="float32"
-    )
+    start = policy
+    if settings.init is not None:
+        start = load_callable(settings.init, key="prepare.params.proxy.init")()
+    tokenizer = AutoTokenizer.from_pretrained(start, padding_side="right")
+    model = AutoModelForSequenceClassification.from_pretrained(start, num_labels=1, dtype="float32")
     model.config.pad_token_id = tokenizer.pad_token_id
     rng = random.Random(settings.seed)
     wanted = settings.steps * settings.batch
@@ -178,8 +185,9 @@ def agreement(folder: Path, pairs: Sequence[Pair]) -> float:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of whole texts, with an end-of-sequence token: as `reward_model` with `append_eos` makes them."""
-    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(texts))["input_ids"]]
+    """Token ids of whole texts, as `reward_model` makes them; with `append_eos` where there is such a token."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [[*ids, *end] for ids in tokenizer(list(texts))["input_ids"]]
 
 
 def _scores(

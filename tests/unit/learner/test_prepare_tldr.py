@@ -115,6 +115,46 @@ def test_the_proxy_learns_what_gold_prefers(prepared, tmp_path):
     assert agreement(tmp_path / "proxy", pairs) > 0.9
 
 
+def test_a_proxy_can_start_from_another_model_with_its_own_tokenizer(tmp_path):
+    from services.reward.functions.reward_model import RewardModel
+
+    bert_folder(tmp_path / "start")
+    (tmp_path / "start.py").write_text("def start():\n    return __file__.removesuffix('.py')\n")
+    settings = preferences.ProxySettings(
+        init=f"{tmp_path / 'start.py'}:start", steps=20, batch=8, lr=1e-2, warmup_steps=1
+    )
+    pairs = [
+        Pair(f"A post of {word}.", " read", f" read {word}", 1.0, False)
+        for word in ("file", "line", "list", "dict")
+    ]
+    preferences.train_proxy(
+        settings, pairs, tmp_path / "no policy", tmp_path / "work", tmp_path / "proxy"
+    )
+    assert agreement(tmp_path / "proxy", pairs) == 1
+    function = RewardModel(path=str(tmp_path / "proxy"), device="cpu")
+    better, worse = function(["A post of file."] * 2, [" read", " read file"])
+    assert better > worse
+
+
+def bert_folder(folder: Path) -> None:
+    """A BERT of two layers, whose tokenizer has no end-of-sequence token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "a", "post", "of", ".", "read", "file", "line", "list", "dict"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]"
+    )
+    tokenizer.save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+
+
 def test_gold_labels_all_pairs_of_a_row_that_differ():
     rows = [{"post": "x" * 10}, {"post": "y" * 10}]
     pairs = label_pairs(rows, ["p", "q"], [["aaa", "a", "bbb"], ["cc", "c"]], shorter)
