@@ -93,6 +93,43 @@ def test_labels_that_nodes_get_are_those_that_are_asked_for() -> None:
         assert label in text
 
 
+def test_prometheus_is_installed_where_keda_asks_for_it() -> None:
+    [block] = blocks(PAGE, "helm")
+    lines = [shlex.split(command) for command in commands(block)]
+    added = {words[3] for words in lines if words[1:3] == ["repo", "add"]}
+    installed = [words for words in lines if words[1] == "install"]
+    assert {words[3].partition("/")[0] for words in installed} == added
+    [prometheus] = [words for words in installed if words[3].endswith("/prometheus")]
+    release, namespace = prometheus[2], prometheus[prometheus.index("--namespace") + 1]
+    asked = {
+        trigger["metadata"]["serverAddress"]
+        for found in everything()
+        if found["kind"] == "ScaledObject"
+        for trigger in found["spec"]["triggers"]
+    }
+    assert asked == {f"http://{release}-server.{namespace}:80"}
+    allowed = [
+        m
+        for m in everything()
+        if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == "metrics"
+    ]
+    assert f"kubernetes.io/metadata.name: {namespace}" in yaml.safe_dump_all(allowed)
+
+
+def test_images_are_made_by_targets_that_exist_and_pushed_as_they_are_named() -> None:
+    [block] = blocks(PAGE, "shell")
+    makefile = (ROOT / "Makefile").read_text()
+    for command in commands(block):
+        words = shlex.split(command.replace(";", " ; "))
+        if words[0] == "make":
+            assert f"\n{words[1]}: " in makefile
+        else:
+            assert words[:3] == ["for", "service", "in"]
+            services = words[3 : words.index(";")]
+            assert all((ROOT / "services" / name / "Dockerfile").is_file() for name in services)
+            assert len(services) == 4
+
+
 def test_the_secrets_are_those_that_are_read() -> None:
     made = {
         (name, key)

@@ -158,7 +158,12 @@ PLANTED: dict[str, tuple[str, Plant]] = {
 def test_the_schemas_find(kind: str, version: str) -> None:
     manifests = render(OVERLAY)
     SCHEMA[kind](manifests)
-    assert schema_problems(manifests, version)
+    # The others are valid, as another test says; to check them all again would take a second each time.
+    changed = [
+        found for found, fresh in zip(manifests, render(OVERLAY), strict=True) if found != fresh
+    ]
+    assert len(changed) == 1
+    assert schema_problems(changed, version)
 
 
 @pytest.mark.parametrize("kind", PLANTED)
