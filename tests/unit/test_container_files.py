@@ -22,7 +22,7 @@ OTHERS = {
     "prom/prometheus:v3.5.0", "grafana/grafana:11.6.0", "oliver006/redis_exporter:v1.62.0-alpine",
 }  # fmt: skip
 OWN_SETTINGS = {
-    "CHECKPOINT_MEMORY", "CHECKPOINT_PORT", "GENERATOR_GPU", "GENERATOR_MEMORY", "GRAFANA_PASSWORD_FILE",
+    "CHECKPOINT_MEMORY", "CHECKPOINT_PORT", "GENERATOR_GPU", "GENERATOR_MEMORY",
     "GRAFANA_PORT", "LEARNER_GPU", "LEARNER_MEMORY", "LEARNER_PORT", "OFFBEAT_GPU_TAG", "OFFBEAT_TAG",
     "PIP_FIND_LINKS", "PROMETHEUS_PORT", "RECIPE", "RECIPE_DIR", "REDIS_MAXMEMORY", "REDIS_MEMORY",
     "REDIS_PASSWORD_FILE", "REWARD_GPU", "REWARD_MEMORY", "RUN_AS", "RUN_ID", "SETTINGS", "SHM_SIZE",
@@ -259,11 +259,14 @@ def test_monitoring_is_a_profile_of_its_own() -> None:
 
 def test_passwords_are_files_and_there_are_none_by_default() -> None:
     assert {entry["file"] for entry in compose()["secrets"].values()} == {"/dev/null"}
-    set_to = compose(REDIS_PASSWORD_FILE="/secret", GRAFANA_PASSWORD_FILE="/other")["secrets"]
-    assert {name: entry["file"] for name, entry in set_to.items()} == {
-        "redis-password": "/secret",
-        "grafana-password": "/other",
-    }
+    set_to = compose(REDIS_PASSWORD_FILE="/secret")["secrets"]
+    assert set_to == {"redis-password": {"file": "/secret"}}
+    grafana = compose()["services"]["grafana"]["environment"]
+    assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert (grafana["GF_AUTH_BASIC_ENABLED"], grafana["GF_AUTH_DISABLE_LOGIN_FORM"]) == (
+        "false",
+        "true",
+    )
     for service in SERVICES:
         assert "redis-password" in compose()["services"][service]["secrets"]
         assert (
