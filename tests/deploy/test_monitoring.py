@@ -2,9 +2,13 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.deploy.fit import exported
@@ -49,6 +53,24 @@ def test_queries_are_well_formed() -> None:
         # A rate is of a counter, and a counter ends in _total; the step alone is a gauge that only grows.
         for name in re.findall(r"(?:rate|increase)\((offbeat_[a-z_]+)", query):
             assert name.endswith("_total") or name == "offbeat_learner_step", (where, name)
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool: Debian's package prometheus has it"
+)
+def test_prometheus_would_take_configuration_alerts_and_queries(tmp_path: Path) -> None:
+    rules = [{"record": f"query:{at}", "expr": query} for at, (_, query) in enumerate(queries())]
+    (tmp_path / "rules.yml").write_text(
+        yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]})
+    )
+    for words in (
+        ["config", str(MONITORING / "prometheus.yml")],
+        ["rules", str(tmp_path / "rules.yml")],
+    ):
+        done = subprocess.run(
+            ["promtool", "check", *words], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_service_is_scraped_on_the_port_that_it_has() -> None:
