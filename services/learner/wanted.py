@@ -107,20 +107,22 @@ def _made(readings: Iterable[Reading]) -> Work:
 
 
 class Held:
-    """How many workers are filled by what is pending for so long that it never ran out: they must not go.
+    """How many workers are filled by what is pending, for nine tenths of the time: they must not go.
 
-    Counted against the most that one of them held, so it is never more than there are: it blocks scale-in and causes
-    no scale-out.
+    A tenth is left for the moments between two cohorts, in which nothing is pending however busy the pool is. Counted
+    against the most that one of them held, and never more than there are: it blocks scale-in and causes no scale-out.
     """
 
     def __init__(self, *, window_seconds: float = 60.0) -> None:
         self._window = window_seconds
         self._filled: deque[tuple[float, int]] = deque()
+        self._present = 0
 
     def add(self, time: float, pending: Iterable[int]) -> None:
         """Entries that each worker holds, at a time in seconds."""
         held = list(pending)
         most = max(held, default=0)
+        self._present = len(held)
         self._filled.append((time, math.ceil(sum(held) / most) if most else 0))
         while self._filled and self._filled[0][0] < time - self._window:
             self._filled.popleft()
@@ -128,4 +130,7 @@ class Held:
     @property
     def workers(self) -> int:
         """The number; 0 as long as less than a moment is known."""
-        return min((count for _, count in self._filled), default=0)
+        if not self._filled:
+            return 0
+        counts = sorted(count for _, count in self._filled)
+        return min(counts[len(counts) // 10], self._present)
