@@ -96,14 +96,14 @@ async def _measure(
         publisher = Publisher(root.address, versions)
         delta = CheckpointClient(root.address, RUN, "receiver", deltas=True)
         mapped = CheckpointClient(root.address, RUN, "local", same_host=True)
-        sitting = Sitting(CpuMeter(os.getpid(), root.pid))
+        sitting = Sitting(CpuMeter(os.getpid()))
         await publisher.next()
         await staged(delta, staging / "delta", publisher.newest)
         raw = RawTcp(publisher.nbytes)
         with contextlib.closing(raw):
             for number in range(-1, rounds):
                 if number == 0:  # the first round is to warm up
-                    sitting = Sitting(CpuMeter(os.getpid(), root.pid))
+                    sitting = Sitting(CpuMeter(os.getpid()))
                 await _round(sitting, publisher, delta, mapped, raw, root, staging, full)
         found = _rows(sitting, publisher, share)
         for client in (publisher.client, delta, mapped):

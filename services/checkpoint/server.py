@@ -14,6 +14,7 @@ from offbeat.config import Recipe
 from offbeat.errors import OffbeatError
 from offbeat.rpc import RpcServer, terminated
 from offbeat.rpc.entry import parse_service_args, run_folder, write_address
+from offbeat.rpc.memory import keep_freed_memory
 from offbeat.streams.redis import RedisVersionMark
 from offbeat.telemetry import setup_logs
 from offbeat.telemetry.metrics import start_metrics
@@ -103,6 +104,7 @@ async def _until_stopped(stop: asyncio.Event, servicer: CheckpointServicer) -> N
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point."""
     recipe = parse_service_args(argv)
+    keep_freed_memory()
     setup_logs(recipe.telemetry, "checkpoint")
     try:
         asyncio.run(serve(recipe))

@@ -11,6 +11,7 @@ import sys
 
 from offbeat.errors import ConfigError, ModelError, OffbeatError
 from offbeat.rpc.entry import parse_service_args
+from offbeat.rpc.memory import keep_freed_memory
 from offbeat.telemetry import setup_logs
 
 log = logging.getLogger("services.generator")
@@ -19,6 +20,7 @@ log = logging.getLogger("services.generator")
 def main() -> int:
     """Parses the recipe before anything heavy is imported, so that a mistake in it shows at once."""
     recipe = parse_service_args()
+    keep_freed_memory()
     setup_logs(recipe.telemetry, "generator")
     # Models are folders; nothing is ever looked up elsewhere.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

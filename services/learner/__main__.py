@@ -18,6 +18,7 @@ from offbeat.errors import (
     StreamError,
 )
 from offbeat.rpc.entry import parse_service_args
+from offbeat.rpc.memory import keep_freed_memory
 from offbeat.telemetry import setup_logs
 
 log = logging.getLogger("services.learner")
@@ -26,6 +27,7 @@ log = logging.getLogger("services.learner")
 def main() -> int:
     """Parses the recipe and reads the data before anything heavy is imported: a mistake there shows at once."""
     recipe = parse_service_args()
+    keep_freed_memory()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     setup_logs(recipe.telemetry, "learner" if world == 1 else f"learner.{rank}")
     try:

@@ -9,7 +9,12 @@ EMULATED = ("generator", "learner")
 
 
 def service_command(
-    service: str, recipe_file: str, overrides: Sequence[str] = (), *, ranks: int = 1
+    service: str,
+    recipe_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int = 1,
+    node: commands.Node | None = None,
 ) -> tuple[str, ...]:
     """The command line of a service."""
     package = "benchmarks.suite.emulated" if service in EMULATED else "services"
