@@ -86,7 +86,7 @@ async def test_the_memory_of_a_publish_is_that_of_a_part(tmp_path: Path, ranks: 
         assert found["held"] < 0.55 * total
     # What gathering itself takes is in both.
     assert metrics[0]["whole_grown"] > 0.8 * total
-    assert metrics[0]["grown"] < metrics[0]["whole_grown"] - 0.35 * total
+    assert metrics[0]["grown"] < metrics[0]["whole_grown"] - 0.25 * total
 
 
 async def test_an_export_is_written_by_all_ranks(
