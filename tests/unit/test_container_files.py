@@ -292,7 +292,7 @@ def test_every_variable_is_known_and_described(path: Path) -> None:
 
 def test_an_own_recipe_takes_the_place_of_the_images() -> None:
     parsed = compose("docker-compose.recipe.yml", RECIPE_DIR="/data", RECIPE="mine.yaml")
-    for name in SERVICES:
+    for name in (*SERVICES, *(f"{name}-gpu" for name in ON_GPUS)):
         assert parsed["services"][name] == {"volumes": ["/data:/recipes:ro"]}
     prepare = parsed["services"]["prepare"]
     assert prepare["profiles"] == ["prepare"]
