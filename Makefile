@@ -7,6 +7,7 @@
 # BENCH_ARGS   passed on to the benchmarks, such as --only a e
 # SEED         of the faults of `make reliability` and `make soak`; MINUTES is how long a soak takes
 # OFFBEAT_TAG  tag of the images; DOCKER_BUILD_ARGS is passed on to `docker build`
+# DOCKER_PAGE  page whose tables `make test-docker` writes when all has passed; empty: none
 # ACCELERATOR  cuda: `make images` builds for GPUs, with the tag cuda; empty: for a CPU
 
 PYTHON ?= python3.11
@@ -127,9 +128,10 @@ images: ## Build an image of each service
 			--file services/$$service/Dockerfile --tag offbeat/$$service:$(OFFBEAT_TAG) .; \
 	done
 
+DOCKER_PAGE ?= docs/results/docker.md
 test-docker: $(PROJECT_STAMP) $(DOCKER_STAMP) ## Build the images and train a run in containers
 	tests/docker/setup
-	$(BIN)/python -m pytest -m docker tests/docker $(PYTEST_ARGS)
+	OFFBEAT_DOCKER_PAGE=$(DOCKER_PAGE) $(BIN)/python -m pytest -m docker tests/docker $(PYTEST_ARGS)
 
 ## ---- lint
 

@@ -4,18 +4,23 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from offbeat.v1 import learner_pb2
+from services.learner.scaling import Scaling
 from tests.deploy.fit import exported
 from tests.deploy.manifests import ROOT
 
 MONITORING = ROOT / "deploy" / "monitoring"
 METRIC = re.compile(r"\b(?:offbeat|redis)_[a-z_]+")
+SELECTOR = re.compile(r"(offbeat_[a-z_]+)\{([^}]*)\}")
+CHOICE = re.compile(r'(\w+)=~?"([^"]*)"')
 OF_REDIS = {"redis_memory_used_bytes", "redis_memory_max_bytes"}
 """Of redis_exporter, as its documentation has them."""
 
@@ -39,11 +44,52 @@ def queries() -> Iterator[tuple[str, str]]:
             yield rule["alert"], rule["expr"]
 
 
-def test_every_metric_that_is_asked_for_is_exported() -> None:
+def unknown(asked: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """(where, name) of metrics that nothing exports."""
     known = exported() | OF_REDIS
-    unknown = {(where, name) for where, query in queries() for name in METRIC.findall(query)}
-    assert {(where, name) for where, name in unknown if name not in known} == set()
+    names = {(where, name) for where, query in asked for name in METRIC.findall(query)}
+    return {(where, name) for where, name in names if name not in known}
+
+
+def test_every_metric_that_is_asked_for_is_exported() -> None:
+    assert unknown(queries()) == set()
     assert len(list(queries())) > 20
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["max(offbeat_learner_steps)", "rate(offbeat_reward_groups_dead[5m])", "redis_memory_bytes"],
+    ids=["no such metric", "a counter without _total", "not of the exporter"],
+)
+def test_a_metric_that_nothing_exports_is_found(query: str) -> None:
+    assert unknown([("planted", query)])
+
+
+def test_labels_that_are_chosen_by_exist_with_the_values_asked_for() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "services/learner").rglob("*.py"))
+    board = SimpleNamespace(
+        checkpoint_step=0, waiting_seconds=0.0, started=0.0, read=learner_pb2.Progress
+    )
+    has = {
+        (sample.name, label, value)
+        for metric in Scaling(board).collect()
+        for sample in metric.samples
+        for label, value in sample.labels.items()
+    }
+    chosen = [
+        (name, label, value)
+        for _, query in queries()
+        for name, choices in SELECTOR.findall(query)
+        for label, values in CHOICE.findall(choices)
+        for value in values.split("|")
+    ]
+    assert len(chosen) > 3
+    for name, label, value in chosen:
+        if name == "offbeat_learner_step_metric":  # one series for each metric of a step
+            assert label == "name"
+            assert value in code, value
+        else:
+            assert (name, label, value) in has
 
 
 def test_queries_are_well_formed() -> None:

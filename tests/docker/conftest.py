@@ -17,6 +17,7 @@ import pytest
 from tests.docker.bases import ensure_bases
 from tests.docker.compose import ROOT, SERVICES
 from tests.docker.engine import docker_engine, run
+from tests.docker.figures import write_page
 
 TAG = "test"
 
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.docker)
             item.add_marker(pytest.mark.timeout(7200))
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """A try that passed leaves its figures in the page that is named for them."""
+    if exitstatus == pytest.ExitCode.OK:
+        write_page()
 
 
 @pytest.fixture(scope="session")
