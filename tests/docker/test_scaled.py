@@ -144,6 +144,7 @@ def _comes_back(project, service: str, index: int) -> None:
     """Killed by its process id in the middle of the work, it is healthy again, and the run goes on."""
     before = _step(project)
     container = project.inspect(service, index)
+    assert container["State"]["Pid"] > 0, f"{service} {index} has ended before it was killed"
     project.grpcurl("learner", f"{LEARNER}/Resume")
     killed = time.monotonic()
     os.kill(container["State"]["Pid"], signal.SIGKILL)
