@@ -16,7 +16,8 @@ from tests.docker.figures import keep
 from tests.docker.test_compose import LEARNER, USER
 
 RUN_ID = "scaled"
-STEPS = 40
+STEPS = 150
+"""So many that a quick machine is not done before the last kill."""
 PROMPTS = 32
 """Of each step, as in the recipe."""
 SHARED_STEPS = 8
@@ -147,6 +148,7 @@ def _comes_back(project, service: str, index: int) -> None:
     assert container["State"]["Pid"] > 0, f"{service} {index} has ended before it was killed"
     project.grpcurl("learner", f"{LEARNER}/Resume")
     killed = time.monotonic()
+    assert container["State"]["Pid"] > 0, f"{service} {index} does not run: {container['State']}"
     os.kill(container["State"]["Pid"], signal.SIGKILL)
 
     def back() -> bool:
