@@ -17,12 +17,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from offbeat.config.service import RedisSettings
 from offbeat.errors import BacklogFull, Fenced, OffbeatError, ServiceUnavailable, StreamError
+from offbeat.streams.connection import make_pool
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +60,14 @@ def connect(
     login = {} if password_file is None else {"password": _password(password_file)}
     try:
         # A pool that hands out no more connections than it has makes callers queue; the default one raises.
-        pool = BlockingConnectionPool.from_url(
+        pool = make_pool(
             url,
+            reply_seconds=reply_seconds,
             max_connections=CONNECTIONS,
             timeout=REPLY_SECONDS,
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=CONNECT_SECONDS,
-            socket_timeout=reply_seconds,
+            socket_timeout=None,
             socket_keepalive=True,
             protocol=2,
             **login,
