@@ -1,4 +1,4 @@
-"""Two generators and two reward workers, each service killed once, Redis with a password, Prometheus beside them."""
+"""Two generators and two reward workers, each container killed once, Redis with a password, Prometheus beside them."""
 
 import json
 import os
@@ -31,7 +31,11 @@ SETTINGS = {
     "reward.replicas": 2,
 }
 SCALE = ("--scale", "generator=2", "--scale", "reward=2")
-KILLED = (("generator", 1), ("reward", 2), ("checkpoint", 1), ("redis", 1), ("learner", 1))
+KILLED = (
+    ("generator", 1), ("generator", 2), ("reward", 1), ("reward", 2), ("checkpoint", 1),
+    ("redis", 1), ("runs", 1), ("learner", 1),
+)  # fmt: skip
+"""Every container of the run, one after the other."""
 
 
 @pytest.fixture
