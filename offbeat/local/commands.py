@@ -81,8 +81,8 @@ def service_command(
     """The command line of a service; a learner of several ranks goes through its launcher. Raises `ConfigError`."""
     node = node or Node()
     module = ["-m", f"services.{service}"]
+    here = node.ranks_here(ranks)
     if ranks > 1:
-        here = node.ranks_here(ranks)
         module = ["-m", f"services.{service}.launch", "--ranks", str(here)]
     if node.count > 1:
         module += ["--nodes", str(node.count), "--node", str(node.index), "--meet", str(node.meet)]

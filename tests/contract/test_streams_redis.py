@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import shutil
 import signal
 import time
@@ -17,7 +16,7 @@ from offbeat.config.service import RedisSettings
 from offbeat.errors import BacklogFull, ServiceUnavailable, StreamError
 from offbeat.local.redis_server import RedisServer
 from offbeat.streams.base import Stream
-from offbeat.streams.link import Link, connect
+from offbeat.streams.link import connect
 from offbeat.streams.redis import (
     RedisLearnerStreams,
     RedisVersionMark,
@@ -325,24 +324,6 @@ async def test_an_outage_ends_the_process_after_its_limit(own_server: RedisServe
     with pytest.raises(ServiceUnavailable, match="new entries"):
         await worker.take(1, wait_seconds=0.0)
     await run.close()
-
-
-async def test_a_cancelled_task_ends_wherever_it_was(own_server: RedisServer) -> None:
-    """A library that forgets a cancellation leaves a process that was told to stop waiting for ever."""
-    link = Link(own_server.url, outage_seconds=30)
-    chance = random.Random(1)
-
-    async def ask_for_ever() -> None:
-        while True:
-            await link.ask("anything", "get", "a")
-
-    for _ in range(100):
-        task = asyncio.create_task(ask_for_ever())
-        await asyncio.sleep(chance.random() * 0.002)
-        task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=20)
-        assert done
-    await link.close()
 
 
 async def test_waiting_for_a_server_that_starts_later(own_server: RedisServer) -> None:

@@ -93,3 +93,23 @@ def test_each_service_gets_only_sections_that_matter(recipe: Recipe) -> None:
     assert "learner" not in commands.recipe_part(recipe, "generator")
     assert commands.recipe_part(recipe, "learner")["schedule"]["steps"] == 3
     assert set(commands.SECTIONS) == set(commands.SERVICES)
+
+
+@pytest.mark.parametrize(
+    ("node", "ranks", "message"),
+    [
+        (commands.Node(0, 2, "host:1"), 1, "expected a multiple of the 2 nodes, found 1"),
+        (commands.Node(0, 2, "host:1"), 3, "expected a multiple of the 2 nodes, found 3"),
+        (commands.Node(2, 2, "host:1"), 2, "expected 0 to 1, found 2"),
+        (commands.Node(1, 2), 2, "expected HOST:PORT of node 0"),
+    ],
+)
+def test_nodes_that_do_not_fit(node: commands.Node, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        commands.service_command("learner", "recipe.yaml", ranks=ranks, node=node)
+
+
+def test_the_ranks_of_a_node() -> None:
+    node = commands.Node(1, 2, "host:1")
+    found = " ".join(commands.service_command("learner", "recipe.yaml", ranks=4, node=node))
+    assert "launch --ranks 2 --nodes 2 --node 1 --meet host:1 --recipe recipe.yaml" in found
